@@ -1,0 +1,337 @@
+"""How does attention read what is stored? From the codes, with the scales folded in.
+
+``update`` hands out a pair of ``Stored`` handles instead of dequantized tensors; the attention function registered as
+"kvcache" takes them apart into *parts* (runs of tokens, each with its codecs) and joins the parts in one softmax:
+
+    s_j = scaling * q . k_j   (per part, from the codes)       p = softmax over all parts      o = sum_j p_j v_j
+
+Query heads that share a KV head are rows of one matrix product, so keys and values are never repeated. Codes are cast
+block by block into float32; no float copy of the history exists. Softmax and accumulation are float32.
+
+    attend_reference   decode everything, float32, one line of mathematics: what the others are tested against
+    attend_torch       any device; workspace bounded by BLOCK tokens of codes and ROWS of scores
+
+A model that does anything else with a handle (expands latents, casts, slices) gets the dequantized tensor: a handle
+turns into it at the first touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import compat
+from .codecs import Codec
+from .masked import FED_TWICE, PADDED, MaskedKeys
+from .store import narrow
+
+NAME = "kvcache"
+BLOCK = 2048  # tokens of codes cast to float32 at a time
+ROWS = 1 << 22  # float32 scores at a time: 16 MiB
+
+
+class Part(NamedTuple):
+    """A run of tokens: keys [B, H, n, Dk] and values [B, H, n, Dv] as their codecs store them."""
+
+    key_codec: Codec
+    keys: Any
+    value_codec: Codec
+    values: Any
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[2]
+
+    def block(self, start: int, stop: int) -> Part:
+        keys, values = narrow(self.keys, start, stop), narrow(self.values, start, stop)
+        return Part(self.key_codec, keys, self.value_codec, values)
+
+
+class History(NamedTuple):
+    """What one ``update`` returns, in stored form: the parts, and which of their keys each query may attend to."""
+
+    parts: list[Part]
+    visible: torch.Tensor | None  # [q, n] bool; None: all keys, up to the query's own token
+    first: bool  # nothing was stored before this update
+    evicts: bool
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+
+    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
+        keys = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
+        values = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
+        return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+
+
+class Stored:
+    """Keys or values that are still encoded; any use other than our attention decodes them first."""
+
+    def __init__(self, history: History, side: int) -> None:
+        self.history, self._side = history, side
+        self._plain: torch.Tensor | None = None
+
+    def plain(self) -> torch.Tensor:
+        """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
+        if self._plain is None:
+            self._plain = self.history.decode()[self._side]
+            if self._side == 0 and self.history.visible is not None:
+                refuse = self.history.first and self.history.evicts
+                self._plain = MaskedKeys.wrap(self._plain, self.history.visible, refuse)
+        return self._plain
+
+    @property
+    def shape(self) -> torch.Size:
+        part = self.history.parts[0]
+        state = part.keys if self._side == 0 else part.values
+        n = sum(part.tokens for part in self.history.parts)
+        return torch.Size((*state[0].shape[:2], n, state[0].shape[3]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.history.key_dtype if self._side == 0 else self.history.value_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.history.parts[0].keys[0].device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.plain(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.plain()[index]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(plain, value))
+            return value.plain() if isinstance(value, Stored) else value
+
+        return func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()})
+
+
+def attend_reference(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention by definition, in float32 over decoded keys and values.
+
+    Args:
+        query: [B, Hq, Q, Dk], any float dtype.
+        parts: tokens in any order; H divides Hq.
+        mask: bool (True: may attend) or additive float, broadcastable to [B, Hq, Q, n]; ``None``: no mask.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        s_aux: [Hq] learned logits that take part in the softmax and have no value (gpt-oss).
+
+    Returns:
+        [B, Hq, Q, Dv] in the query's dtype; a query that may attend to nothing gets zeros.
+    """
+    groups = query.shape[1] // parts[0].keys[0].shape[1]
+    keys = torch.cat([p.key_codec.decode(p.keys, torch.float32) for p in parts], 2)
+    values = torch.cat([p.value_codec.decode(p.values, torch.float32) for p in parts], 2)
+    scores = query.float() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if s_aux is not None:
+        column = s_aux.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    probs = torch.softmax(scores, -1).nan_to_num(0.0)[..., : keys.shape[2]]
+    return (probs @ values.repeat_interleave(groups, 1)).to(query.dtype)
+
+
+def attend_torch(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attend_reference`` from the codes, with bounded workspace. Same arguments, same result."""
+    batch, query_heads, queries, _ = query.shape
+    tokens = sum(part.tokens for part in parts)
+    rows = max(1, ROWS // (batch * query_heads * tokens))
+    if queries <= rows:
+        return _attend_rows(query, parts, scaling, mask, softcap, s_aux)
+    out = []
+    for start in range(0, queries, rows):
+        some = slice(start, start + rows)
+        some_mask = mask[..., some, :] if mask is not None and mask.shape[-2] > 1 else mask
+        out.append(_attend_rows(query[:, :, some], parts, scaling, some_mask, softcap, s_aux))
+    return torch.cat(out, 2)
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, query_heads, queries, width = query.shape
+    heads = parts[0].keys[0].shape[1]
+    groups = query_heads // heads
+    blocks = [block for part in parts for block in _blocks(part)]
+    folded = (query.float() * scaling).reshape(batch, heads, groups * queries, width)  # [B, H, G*Q, Dk]
+    pieces = [block.key_codec.scores(folded, block.keys) for block in blocks]
+    scores = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)  # [B, H, G*Q, n]
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    by_head = scores.view(batch, heads, groups, queries, -1)
+    hidden = None
+    if mask is not None:
+        mask = mask.reshape(mask.shape[0], -1, 1, *mask.shape[-2:]) if mask.shape[1] == 1 else mask.unflatten(1, (heads, groups))
+        if mask.dtype == torch.bool:
+            by_head.masked_fill_(~mask, float("-inf"))
+        else:
+            by_head.add_(mask)
+        hidden = by_head.amax(-1, keepdim=True) == float("-inf")
+    if s_aux is not None:
+        aux = s_aux.float().view(1, heads, groups, 1, 1)
+        peak = torch.maximum(by_head.amax(-1, keepdim=True), aux)
+        by_head = by_head.sub_(peak).exp_()
+        probs = by_head.div_(by_head.sum(-1, keepdim=True) + (aux - peak).exp())
+    else:
+        probs = torch.softmax(by_head, -1)
+    if hidden is not None:
+        probs = probs.masked_fill_(hidden, 0.0)
+    probs = probs.view_as(scores)
+    out: torch.Tensor | None = None
+    start = 0
+    for block in blocks:
+        mixed = block.value_codec.mix(probs[..., start : start + block.tokens], block.values)
+        out = mixed if out is None else out.add_(mixed)
+        start += block.tokens
+    assert out is not None
+    return out.view(batch, query_heads, queries, -1).to(query.dtype)
+
+
+def _blocks(part: Part) -> list[Part]:
+    """Runs short enough to be cast to float32; a run that needs no cast stays whole."""
+    if part.tokens <= BLOCK or part.keys[0].dtype == part.values[0].dtype == torch.float32:
+        return [part]
+    return [part.block(start, min(start + BLOCK, part.tokens)) for start in range(0, part.tokens, BLOCK)]
+
+
+def kvcache_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function behind ``set_attn_implementation("kvcache")``.
+
+    Args:
+        query: [B, Hq, Q, Dk].
+        key, value: the handles that ``update`` returned, or plain tensors [B, H, n, D].
+
+    Returns:
+        ([B, Q, Hq, Dv], None): attention weights are not kept.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    special = softcap is not None or s_aux is not None
+    if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
+        key, value = _plain(key), _plain(value)
+        if not special:
+            return compat.sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+            )
+        if isinstance(key, MaskedKeys) or dropout:
+            raise ValueError("dropout and windowed keys beside softcap or learned sinks are not supported: use eval()")
+        from .codecs import CODECS, Plain
+
+        parts, visible = [Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))], None
+    else:
+        history = key.history
+        if history.evicts and history.first and attention_mask is not None and _has_pads(attention_mask):
+            raise ValueError(PADDED)
+        parts, visible = history.parts, history.visible
+    if kwargs.get("position_bias") is not None:
+        bias = kwargs["position_bias"]
+        attention_mask = _combine(attention_mask, bias)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries, tokens = query.shape[2], sum(part.tokens for part in parts)
+    mask = attention_mask
+    if visible is not None:
+        visible = visible.to(query.device)[None, None]
+        mask = visible if mask is None else _combine(mask, visible)
+    elif mask is None and causal and queries > 1:
+        if queries == tokens and not special:
+            plain_key, plain_value = _plain(key), _plain(value)
+            return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
+    out = attend_torch(query, parts, scaling, mask, softcap, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def kvcache_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function behind "kvcache": what sdpa gets, after a look at the padding mask.
+
+    Raises:
+        ValueError: the padding mask does not cover the new tokens (a prompt that is already cached is fed again).
+    """
+    if attention_mask is not None and attention_mask.dim() == 2 and isinstance(q_offset, int):
+        if attention_mask.shape[-1] < q_offset + q_length and kv_length <= q_offset + q_length:
+            raise ValueError(FED_TWICE)
+    return compat.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs
+    )
+
+
+def register() -> None:
+    """Make "kvcache" known to transformers: ``model.set_attn_implementation("kvcache")`` works from then on.
+
+    Idempotent. Nothing else of transformers is touched, and importing this package does not call it.
+    """
+    compat.AttentionInterface.register(NAME, kvcache_attention)
+    compat.AttentionMaskInterface.register(NAME, kvcache_mask)
+
+
+def _plain(states: Any) -> torch.Tensor:
+    return states.plain() if isinstance(states, Stored) else states
+
+
+def _has_pads(mask: torch.Tensor) -> bool:
+    """Whether a mask over a first chunk hides a token from the last query."""
+    last = mask[..., -1, :]
+    return not bool((last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).all())
+
+
+def _combine(mask: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Two masks as one: bool and bool stay bool, anything additive becomes additive."""
+    if mask is None:
+        return other
+    if mask.dtype == other.dtype == torch.bool:
+        return mask & other
+    as_bias: Callable[[torch.Tensor], torch.Tensor] = lambda m: (  # noqa: E731
+        torch.zeros(m.shape, device=m.device).masked_fill(~m, float("-inf")) if m.dtype == torch.bool else m
+    )
+    return as_bias(mask) + as_bias(other)

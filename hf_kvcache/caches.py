@@ -1,0 +1,295 @@
+"""How do I make one? A config becomes a list of layers; nothing here touches a tensor's values.
+
+    KVCache(config, storage, retention, placement)      the general one
+    QuantizedCache, SinkWindowCache                     the same with one axis spelt out
+    KVCache.from_spec(config, "int8+sink(4,508)")       the same from one string
+
+Full-attention layers get a ``KVLayer``. Sliding and chunked layers keep their native window (it is small already),
+recurrent and empty layers keep their stock class, and a layer type that is none of these is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import compat
+from . import spec as specs
+from .layers import KVLayer, WindowLayer
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache, in tokens per row of one full-attention layer and in bytes.
+
+    ``bytes_out`` and ``bytes_in`` count what left the device and came back, ``waits`` the fetches waited for; they stay
+    0 while everything is placed on the device.
+    """
+
+    tokens_seen: int
+    tokens_kept: int
+    tokens_evicted: int
+    tokens_quantized: int
+    bytes_out: int = 0
+    bytes_in: int = 0
+    waits: int = 0
+
+
+class KVCache(compat.Cache):
+    """A cache for ``model.generate(..., past_key_values=cache)`` and ``model(...)``.
+
+    Args:
+        config: ``model.config`` (not a copy: its attention implementation is read at every call).
+        storage: ``"full"``, ``"int8"``, ``"fp8_e4m3"`` (``"fp8"``) or ``"fp8_e5m2"``.
+        retention: ``"all"`` or ``"sink(sinks,window)"``.
+        placement: ``"device"``.
+        skip_layers: layers that stay in full precision; negative numbers count from the end.
+
+    Raises:
+        ValueError: an unknown part, option or layer type, or a model without full attention layers to work on.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        storage: str = "full",
+        retention: str = "all",
+        placement: str = "device",
+        *,
+        skip_layers: int | str | Sequence[int] = (),
+    ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(f"{type(self).__name__} takes model.config, got {type(config).__name__}")
+        self.config = config.get_text_config(decoder=True)
+        self.storage = specs.storage(storage, skip_layers)
+        self.retention = specs.retention(retention)
+        self.placement = specs.placement(placement)
+        super().__init__(layers=self._make_layers())
+        self._last_updated: int | None = None
+
+    def _make_layers(self) -> list[Any]:
+        stock = compat.stock_layers(self.config)
+        skip = {index + len(stock) if index < 0 else index for index in self.storage.skip_layers}
+        outside = [index for index in self.storage.skip_layers if not -len(stock) <= index < len(stock)]
+        if outside:
+            raise ValueError(f"skip_layers={outside}: the model has {len(stock)} layers")
+        layers = [self._make_layer(layer, index, index in skip) for index, layer in enumerate(stock)]
+        if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
+            raise ValueError(f"{type(self.config).__name__} has no attention layers whose keys and values could be cached")
+        if self.spec != "full" and not any(isinstance(layer, KVLayer) for layer in layers):
+            warnings.warn(
+                f"{self.spec!r} changes nothing for this {type(self.config).__name__}: all of its attention layers "
+                "have a native window and keep it",
+                stacklevel=4,
+            )
+        return layers
+
+    def _make_layer(self, stock: Any, index: int, skip: bool) -> Any:
+        if compat.is_plain_full_attention(stock):
+            full = specs.find_codec("full")
+            codecs = (full, full) if skip else (self.storage.key_codec, self.storage.value_codec)
+            return KVLayer(*codecs, self.retention, self.config, index)
+        if type(stock) is compat.DynamicSlidingWindowLayer:
+            return WindowLayer(stock.sliding_window)
+        if compat.is_stock_layer(stock):
+            return stock
+        types = getattr(self.config, "layer_types", None)
+        kind = types[index] if types else type(stock).__name__
+        raise ValueError(
+            f"layer {index} of {type(self.config).__name__} is of type {kind!r} ({type(stock).__name__}), which this "
+            "library does not support: use the stock DynamicCache for this model"
+        )
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_spec(cls, config: Any, spec: str) -> KVCache:
+        """A cache from one string, such as ``"int8+sink(4,508)"``.
+
+        Raises:
+            ValueError: an unknown part or option (the message lists the known ones), or one axis named twice.
+        """
+        if not isinstance(spec, str) or not spec.strip():
+            raise ValueError(f"spec {spec!r} is empty: write for example 'int8+sink(4,508)'")
+        return KVCache(config, **specs.split(spec))
+
+    @property
+    def spec(self) -> str:
+        """The canonical string that ``from_spec`` turns into a cache like this one."""
+        parts = [self.storage.spec]
+        if self.retention.evicts:
+            parts.append(self.retention.spec)  # type: ignore[union-attr]
+        return "+".join(parts)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec}, {len(self)} layers, {self.get_seq_length()} tokens seen)"
+
+    # -- contract ----------------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Store new keys and values of one layer; see ``KVLayer.update``."""
+        if self.config.is_encoder_decoder:
+            self._check_encoder_decoder(layer_idx)
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _check_encoder_decoder(self, layer_idx: int) -> None:
+        """Cross-attention comes with the same layer number right after self-attention: it must not land here."""
+        if layer_idx == self._last_updated and len(self.layers) > 1:
+            raise ValueError(
+                "an encoder-decoder model needs a cache for cross-attention too: pass "
+                "EncoderDecoderCache(cache, DynamicCache(config=model.config))"
+            )
+        self._last_updated = layer_idx
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Per layer: decoded keys, decoded values, and the window of a sliding layer."""
+        for layer in self.layers:
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), getattr(
+                layer, "_sliding_window_tensor", None
+            )
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``crop`` is exact at any time, as assisted generation requires."""
+        return all(layer.is_croppable for layer in self.layers)
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the last ``tokens`` tokens, exactly.
+
+        Raises:
+            ValueError: negative, more than were seen, or tokens that would have to come back are evicted.
+        """
+        seen = self.get_seq_length()
+        if not 0 <= tokens <= seen:
+            raise ValueError(f"rollback({tokens}): the cache has seen {seen} tokens")
+        self.crop(-tokens)
+
+    def reset(self) -> None:
+        """Forget everything: equal to a new cache."""
+        super().reset()
+        self._last_updated = None
+
+    def fork(self) -> KVCache:
+        """An independent copy that continues from here."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        memo[id(self.config)] = self.config  # the model's own config says which attention runs
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        return new
+
+    @classmethod
+    def from_states(
+        cls, config: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], spec: str = "full"
+    ) -> KVCache:
+        """A cache filled with given keys and values, one ``([B, H, n, Dk], [B, H, n, Dv])`` per layer."""
+        cache = cls.from_spec(config, spec)
+        if len(states) != len(cache):
+            raise ValueError(f"{len(states)} pairs of states for a model of {len(cache)} layers")
+        for index, (keys, values) in enumerate(states):
+            cache.layers[index].update(keys, values)
+        return cache
+
+    # -- accounting --------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Every byte this cache holds: the storages of all tensors reachable from it, each counted once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(self.layers)}
+        return sum(storages.values())
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and part; the sum over everything is ``nbytes``.
+
+        Parts: ``payload`` (codes, or plain values where nothing is encoded), ``scales``, ``residual`` (full-precision
+        tokens beside encoded ones), ``indices`` and ``scores`` (of importance eviction), ``window`` (native sliding
+        layers and recurrent states), ``spare`` (allocated rows not yet used).
+        """
+        parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
+        for layer in self.layers:
+            if not isinstance(layer, KVLayer):
+                parts["window"] += sum(t.untyped_storage().nbytes() for t in _tensors(layer))
+                continue
+            for run in (layer.sinks, layer.sealed):
+                for slab in run.slabs:
+                    for name, size in slab.bytes_by_part().items():
+                        parts["residual" if run is layer.sinks and name == "payload" else name] += size
+        return {"device": parts}
+
+    def stats(self) -> CacheStats:
+        """Tokens seen, kept, evicted and quantized (per row), and bytes moved."""
+        layer = next((layer for layer in self.layers if isinstance(layer, KVLayer) and layer.seen), None)
+        if layer is None:
+            seen = self.get_seq_length()
+            return CacheStats(seen, seen, 0, 0)
+        quantized = max(len(item.sealed) for item in self.layers if isinstance(item, KVLayer) and not _lossless(item))  if any(isinstance(item, KVLayer) and not _lossless(item) for item in self.layers) else 0
+        return CacheStats(layer.seen, layer.kept, layer.seen - layer.kept, quantized)
+
+
+class QuantizedCache(KVCache):
+    """``KVCache`` with a quantized storage: ``QuantizedCache(model.config, "int8")``.
+
+    Raises:
+        ValueError: ``storage`` stores in full precision (use ``KVCache``), or as ``KVCache``.
+    """
+
+    def __init__(self, config: Any, storage: str = "int8", **options: Any) -> None:
+        if specs.storage(storage).lossless:
+            raise ValueError(f"QuantizedCache: storage {storage!r} does not quantize; use KVCache(config) for that")
+        super().__init__(config, storage, **_known(options, "retention", "placement", "skip_layers"))
+
+
+class SinkWindowCache(KVCache):
+    """``KVCache`` that keeps the first ``sinks`` and the last ``window`` tokens.
+
+    Args:
+        reposition: cache-relative positions (StreamingLLM); not supported yet, and refused.
+
+    Raises:
+        ValueError: as ``SinkWindow`` and ``KVCache``.
+    """
+
+    def __init__(
+        self, config: Any, sinks: int = 4, window: int = 1020, *, reposition: bool = False, **options: Any
+    ) -> None:
+        if reposition:
+            raise ValueError("SinkWindowCache: reposition=True is not supported yet; kept keys keep their rotation")
+        retention = specs.RETENTIONS["sink"](sinks, window)
+        super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))  # type: ignore[arg-type]
+
+
+def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    for name in options:
+        if name not in names:
+            raise ValueError(f"unknown option {name!r}: known are {', '.join(names)}")
+    return options
+
+
+def _lossless(layer: KVLayer) -> bool:
+    return layer.key_codec.lossless and layer.value_codec.lossless
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from a layer, but not through the model's config."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif hasattr(value, "__dict__") and not hasattr(value, "get_text_config"):
+        yield from _tensors(vars(value))

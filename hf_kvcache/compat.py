@@ -1,0 +1,67 @@
+"""Which transformers is this? Every private import and version difference, from 5.17 up to below 6."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+try:  # 5.24: layers that reuse another layer's cache, or have no attention at all
+    from transformers.cache_utils import DummyLayer
+except ImportError:
+    DummyLayer = ()
+
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionCacheLayerMixin",
+    "cache_argument",
+    "is_plain_full_attention",
+    "is_stock_layer",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+    "stock_layers",
+]
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The layers that ``DynamicCache`` would use for this model, one per decoder layer.
+
+    Raises:
+        ValueError: a layer type that transformers has no cache for.
+    """
+    try:
+        return list(DynamicCache(config=config).layers)
+    except KeyError as error:
+        raise ValueError(
+            f"layer type {error.args[0]!r} of {type(config).__name__} has no cache in this transformers: "
+            "update transformers, or use the cache class that the model brings"
+        ) from None
+
+
+def is_plain_full_attention(layer: Any) -> bool:
+    return type(layer) is DynamicLayer
+
+
+def is_stock_layer(layer: Any) -> bool:
+    """Recurrent states, and layers that hold nothing: kept as transformers makes them."""
+    return isinstance(layer, (LinearAttentionCacheLayerMixin, DummyLayer))
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """``"cache"`` (5.24 on) or ``"past_key_values"``: what this forward calls its cache."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
