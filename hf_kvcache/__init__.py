@@ -1,8 +1,8 @@
 """KV caches for Hugging Face transformers: less memory, no slow-down, measured cost.
 
-    from hf_kvcache import QuantizedCache
-    cache = QuantizedCache(model.config, "int8")
-    model.generate(**inputs, past_key_values=cache)
+from hf_kvcache import QuantizedCache
+cache = QuantizedCache(model.config, "int8")
+model.generate(**inputs, past_key_values=cache)
 """
 
 from .attention import register

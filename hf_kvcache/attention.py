@@ -9,7 +9,7 @@ Query heads that share a KV head are rows of one matrix product, so keys and val
 block by block into float32; no float copy of the history exists. Softmax and accumulation are float32.
 
     attend_reference   decode everything, float32, one line of mathematics: what the others are tested against
-    attend_torch       any device; workspace bounded by BLOCK tokens of codes and ROWS of scores
+    attend_torch       any device; workspace bounded by BLOCK values of codes and ROWS of scores
 
 A model that does anything else with a handle (expands latents, casts, slices) gets the dequantized tensor: a handle
 turns into it at the first touch.
@@ -21,15 +21,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from . import compat
 from .codecs import Codec
-from .masked import FED_TWICE, PADDED, MaskedKeys
+from .masked import FED_TWICE, PADDED, MaskedStates, Visible
 from .store import narrow
 
 NAME = "kvcache"
-BLOCK = 2048  # tokens of codes cast to float32 at a time
+BLOCK = 1 << 20  # float32 values that codes are cast to at a time: 4 MiB
 ROWS = 1 << 22  # float32 scores at a time: 16 MiB
 
 
@@ -43,10 +42,17 @@ class Part(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[2] * self.key_codec.group
+
+    @property
+    def group(self) -> int:
+        """Tokens that cannot be told apart by slicing."""
+        return max(self.key_codec.group, self.value_codec.group)
 
     def block(self, start: int, stop: int) -> Part:
-        keys, values = narrow(self.keys, start, stop), narrow(self.values, start, stop)
+        """Tokens ``start:stop``, whole groups, as views."""
+        k, v = self.key_codec.group, self.value_codec.group
+        keys, values = narrow(self.keys, start // k, stop // k), narrow(self.values, start // v, stop // v)
         return Part(self.key_codec, keys, self.value_codec, values)
 
 
@@ -54,7 +60,7 @@ class History(NamedTuple):
     """What one ``update`` returns, in stored form: the parts, and which of their keys each query may attend to."""
 
     parts: list[Part]
-    visible: torch.Tensor | None  # [q, n] bool; None: all keys, up to the query's own token
+    visible: Visible | None  # None: all keys, up to the query's own token
     first: bool  # nothing was stored before this update
     evicts: bool
     key_dtype: torch.dtype
@@ -64,7 +70,16 @@ class History(NamedTuple):
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
         keys = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
         values = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
-        return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+        joined = (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+        return self.masked(*joined)
+
+    def masked(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain states that carry their mask where a plain causal one is not enough."""
+        if self.visible is not None:
+            keys = MaskedStates.wrap(keys, self.visible, "keys")
+            if self.visible.doubled:
+                values = MaskedStates.wrap(values, self.visible, "values")
+        return keys, values
 
 
 class Stored:
@@ -78,9 +93,6 @@ class Stored:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
         if self._plain is None:
             self._plain = self.history.decode()[self._side]
-            if self._side == 0 and self.history.visible is not None:
-                refuse = self.history.first and self.history.evicts
-                self._plain = MaskedKeys.wrap(self._plain, self.history.visible, refuse)
         return self._plain
 
     @property
@@ -88,7 +100,7 @@ class Stored:
         part = self.history.parts[0]
         state = part.keys if self._side == 0 else part.values
         n = sum(part.tokens for part in self.history.parts)
-        return torch.Size((*state[0].shape[:2], n, state[0].shape[3]))
+        return torch.Size((*state[0].shape[:2], n, state[0].shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,19 +170,23 @@ def attend_torch(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    visible: Visible | None = None,
 ) -> torch.Tensor:
-    """``attend_reference`` from the codes, with bounded workspace. Same arguments, same result."""
+    """``attend_reference`` from the codes, with bounded workspace. Same arguments, same result.
+
+    ``visible`` is a mask beside ``mask`` that is only written out for the queries at work.
+    """
     batch, query_heads, queries, _ = query.shape
     tokens = sum(part.tokens for part in parts)
-    rows = max(1, ROWS // (batch * query_heads * tokens))
-    if queries <= rows:
-        return _attend_rows(query, parts, scaling, mask, softcap, s_aux)
+    rows = max(1, ROWS // max(batch * query_heads * tokens, 1))
     out = []
     for start in range(0, queries, rows):
-        some = slice(start, start + rows)
-        some_mask = mask[..., some, :] if mask is not None and mask.shape[-2] > 1 else mask
-        out.append(_attend_rows(query[:, :, some], parts, scaling, some_mask, softcap, s_aux))
-    return torch.cat(out, 2)
+        stop = min(start + rows, queries)
+        some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
+        if visible is not None:
+            some = _combine(some, visible.rows(start, stop)[None, None])
+        out.append(_attend_rows(query[:, :, start:stop], parts, scaling, some, softcap, s_aux))
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
 def _attend_rows(
@@ -193,7 +209,11 @@ def _attend_rows(
     by_head = scores.view(batch, heads, groups, queries, -1)
     hidden = None
     if mask is not None:
-        mask = mask.reshape(mask.shape[0], -1, 1, *mask.shape[-2:]) if mask.shape[1] == 1 else mask.unflatten(1, (heads, groups))
+        mask = (
+            mask.reshape(mask.shape[0], -1, 1, *mask.shape[-2:])
+            if mask.shape[1] == 1
+            else mask.unflatten(1, (heads, groups))
+        )
         if mask.dtype == torch.bool:
             by_head.masked_fill_(~mask, float("-inf"))
         else:
@@ -220,10 +240,16 @@ def _attend_rows(
 
 
 def _blocks(part: Part) -> list[Part]:
-    """Runs short enough to be cast to float32; a run that needs no cast stays whole."""
-    if part.tokens <= BLOCK or part.keys[0].dtype == part.values[0].dtype == torch.float32:
+    """Runs of equal length, each small enough to be cast to float32; a run that needs no cast stays whole.
+
+    A long run is cut at least once, so that no float copy of the history exists.
+    """
+    if part.keys[0].dtype == part.values[0].dtype == torch.float32:
         return [part]
-    return [part.block(start, min(start + BLOCK, part.tokens)) for start in range(0, part.tokens, BLOCK)]
+    tokens, group, shape = part.tokens, part.group, part.keys[0].shape
+    count = max(-(-shape[0] * shape[1] * tokens * shape[-1] // BLOCK), 2 if tokens > 1024 else 1)
+    size = max(-(-tokens // (count * group)), 1) * group
+    return [part.block(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
 
 
 def kvcache_attention(
@@ -256,7 +282,7 @@ def kvcache_attention(
             return compat.sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
             )
-        if isinstance(key, MaskedKeys) or dropout:
+        if isinstance(key, MaskedStates) or dropout:
             raise ValueError("dropout and windowed keys beside softcap or learned sinks are not supported: use eval()")
         from .codecs import CODECS, Plain
 
@@ -266,21 +292,24 @@ def kvcache_attention(
         if history.evicts and history.first and attention_mask is not None and _has_pads(attention_mask):
             raise ValueError(PADDED)
         parts, visible = history.parts, history.visible
-    if kwargs.get("position_bias") is not None:
-        bias = kwargs["position_bias"]
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        if visible is not None:
+            raise ValueError(
+                "position_bias (relative positions) with a window or low bits is not supported: use 'full' or 'int8'"
+            )
         attention_mask = _combine(attention_mask, bias)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries, tokens = query.shape[2], sum(part.tokens for part in parts)
     mask = attention_mask
     if visible is not None:
-        visible = visible.to(query.device)[None, None]
-        mask = visible if mask is None else _combine(mask, visible)
+        mask = None if mask is None else visible.by_slot(mask)
     elif mask is None and causal and queries > 1:
         if queries == tokens and not special:
             plain_key, plain_value = _plain(key), _plain(value)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
-    out = attend_torch(query, parts, scaling, mask, softcap, s_aux)
+    out = attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
     return out.transpose(1, 2).contiguous(), None
 
 

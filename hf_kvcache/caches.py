@@ -74,13 +74,12 @@ class KVCache(compat.Cache):
 
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)
-        skip = {index + len(stock) if index < 0 else index for index in self.storage.skip_layers}
-        outside = [index for index in self.storage.skip_layers if not -len(stock) <= index < len(stock)]
-        if outside:
-            raise ValueError(f"skip_layers={outside}: the model has {len(stock)} layers")
+        skip = self._skipped(len(stock))
         layers = [self._make_layer(layer, index, index in skip) for index, layer in enumerate(stock)]
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
-            raise ValueError(f"{type(self.config).__name__} has no attention layers whose keys and values could be cached")
+            raise ValueError(
+                f"{type(self.config).__name__} has no attention layers whose keys and values could be cached"
+            )
         if self.spec != "full" and not any(isinstance(layer, KVLayer) for layer in layers):
             warnings.warn(
                 f"{self.spec!r} changes nothing for this {type(self.config).__name__}: all of its attention layers "
@@ -89,11 +88,18 @@ class KVCache(compat.Cache):
             )
         return layers
 
+    def _skipped(self, count: int) -> set[int]:
+        layers = self.storage.skip_layers
+        if layers == "ends":
+            return {0, count - 1}
+        outside = [index for index in layers if not -count <= int(index) < count]
+        if outside:
+            raise ValueError(f"skip_layers={outside}: the model has {count} layers")
+        return {int(index) % count for index in layers}
+
     def _make_layer(self, stock: Any, index: int, skip: bool) -> Any:
         if compat.is_plain_full_attention(stock):
-            full = specs.find_codec("full")
-            codecs = (full, full) if skip else (self.storage.key_codec, self.storage.value_codec)
-            return KVLayer(*codecs, self.retention, self.config, index)
+            return KVLayer(specs.storage("full") if skip else self.storage, self.retention, self.config, index)
         if type(stock) is compat.DynamicSlidingWindowLayer:
             return WindowLayer(stock.sliding_window)
         if compat.is_stock_layer(stock):
@@ -123,7 +129,7 @@ class KVCache(compat.Cache):
         """The canonical string that ``from_spec`` turns into a cache like this one."""
         parts = [self.storage.spec]
         if self.retention.evicts:
-            parts.append(self.retention.spec)  # type: ignore[union-attr]
+            parts.append(self.retention.spec)
         return "+".join(parts)
 
     def __repr__(self) -> str:
@@ -139,7 +145,8 @@ class KVCache(compat.Cache):
             self._check_encoder_decoder(layer_idx)
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     def _check_encoder_decoder(self, layer_idx: int) -> None:
         """Cross-attention comes with the same layer number right after self-attention: it must not land here."""
@@ -153,8 +160,10 @@ class KVCache(compat.Cache):
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Per layer: decoded keys, decoded values, and the window of a sliding layer."""
         for layer in self.layers:
-            yield getattr(layer, "keys", None), getattr(layer, "values", None), getattr(
-                layer, "_sliding_window_tensor", None
+            yield (
+                getattr(layer, "keys", None),
+                getattr(layer, "values", None),
+                getattr(layer, "_sliding_window_tensor", None),
             )
 
     @property
@@ -199,7 +208,7 @@ class KVCache(compat.Cache):
         if len(states) != len(cache):
             raise ValueError(f"{len(states)} pairs of states for a model of {len(cache)} layers")
         for index, (keys, values) in enumerate(states):
-            cache.layers[index].update(keys, values)
+            cache.update(keys, values, index)
         return cache
 
     # -- accounting --------------------------------------------------------------------------------------------------
@@ -222,20 +231,20 @@ class KVCache(compat.Cache):
             if not isinstance(layer, KVLayer):
                 parts["window"] += sum(t.untyped_storage().nbytes() for t in _tensors(layer))
                 continue
-            for run in (layer.sinks, layer.sealed):
+            for run in layer.runs:
                 for slab in run.slabs:
                     for name, size in slab.bytes_by_part().items():
-                        parts["residual" if run is layer.sinks and name == "payload" else name] += size
+                        plain = name == "payload" and run is not layer.sealed
+                        parts["residual" if plain else name] += size
         return {"device": parts}
 
     def stats(self) -> CacheStats:
         """Tokens seen, kept, evicted and quantized (per row), and bytes moved."""
-        layer = next((layer for layer in self.layers if isinstance(layer, KVLayer) and layer.seen), None)
-        if layer is None:
-            seen = self.get_seq_length()
-            return CacheStats(seen, seen, 0, 0)
-        quantized = max(len(item.sealed) for item in self.layers if isinstance(item, KVLayer) and not _lossless(item))  if any(isinstance(item, KVLayer) and not _lossless(item) for item in self.layers) else 0
-        return CacheStats(layer.seen, layer.kept, layer.seen - layer.kept, quantized)
+        ours = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        if not ours:
+            return CacheStats(self.get_seq_length(), self.get_seq_length(), 0, 0)
+        quantized = max((len(layer.sealed) for layer in ours if not layer.storage.lossless), default=0)
+        return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized)
 
 
 class QuantizedCache(KVCache):
@@ -266,7 +275,7 @@ class SinkWindowCache(KVCache):
     ) -> None:
         if reposition:
             raise ValueError("SinkWindowCache: reposition=True is not supported yet; kept keys keep their rotation")
-        retention = specs.RETENTIONS["sink"](sinks, window)
+        retention = specs.SinkWindow(sinks, window)
         super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))  # type: ignore[arg-type]
 
 
@@ -275,10 +284,6 @@ def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
         if name not in names:
             raise ValueError(f"unknown option {name!r}: known are {', '.join(names)}")
     return options
-
-
-def _lossless(layer: KVLayer) -> bool:
-    return layer.key_codec.lossless and layer.value_codec.lossless
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """How are bits stored? One codec per number format; each row below is one token of one head.
 
 A codec turns the keys (or values) of a run of tokens into a *state*: a ``NamedTuple`` of tensors that all carry
-batch, heads and tokens in front, ``[B, H, n / tokens_per_row, width]``, so that whoever stores, reorders, copies
+batch, heads and tokens in front, ``[B, H, n / group, ...]``, so that whoever stores, reorders, copies
 or saves them maps one function over the tuple and never asks which codec wrote it.
 
     int8      codes = round(x / s),  s = amax|x| / 127            one float32 scale per token and head
@@ -45,6 +45,7 @@ class Codec(Protocol):
 
     name: str
     lossless: bool
+    group: int  # tokens per row of the state: 1, or as many as are encoded together
 
     def encode(self, x: torch.Tensor) -> State: ...
 
@@ -60,7 +61,7 @@ class Codec(Protocol):
 class Full:
     """Tokens as they came, in the dtype of the model."""
 
-    name, lossless = "full", True
+    name, lossless, group = "full", True, 1
 
     def encode(self, x: torch.Tensor) -> Plain:
         return Plain(x)
@@ -79,7 +80,7 @@ class PerToken:
     """Eight bits per value and one float32 scale per token and head: ``x ~ scale * codes``."""
 
     name: str
-    lossless = False
+    lossless, group = False, 1
     limit: float  # largest code
 
     def encode(self, x: torch.Tensor) -> Scaled:
@@ -90,20 +91,23 @@ class PerToken:
         return Scaled(self.to_codes(x / scale), scale)
 
     def decode(self, state: Scaled, dtype: torch.dtype) -> torch.Tensor:
-        return self.to_float(state.codes).mul_(state.scale).to(dtype)
+        codes, unit = self.to_float(state.codes)
+        return codes.mul_(state.scale * unit).to(dtype)
 
     def scores(self, query: torch.Tensor, state: Scaled) -> torch.Tensor:
-        return (query @ self.to_float(state.codes).transpose(-1, -2)).mul_(state.scale.transpose(-1, -2))
+        codes, unit = self.to_float(state.codes)
+        return (query @ codes.transpose(-1, -2)).mul_((state.scale * unit).transpose(-1, -2))
 
     def mix(self, probs: torch.Tensor, state: Scaled) -> torch.Tensor:
-        return (probs * state.scale.transpose(-1, -2)) @ self.to_float(state.codes)
+        codes, unit = self.to_float(state.codes)
+        return (probs * (state.scale * unit).transpose(-1, -2)) @ codes
 
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def to_float(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes as a fresh float32 tensor, exactly."""
-        return codes.float()
+    def to_float(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """A fresh float32 tensor and the number to multiply it with to get the codes' values, exactly."""
+        return codes.float(), 1.0
 
 
 class Int8(PerToken):
@@ -124,15 +128,15 @@ class Float8(PerToken):
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         return x.clamp_(-self.limit, self.limit).to(self.dtype)
 
-    def to_float(self, codes: torch.Tensor) -> torch.Tensor:
+    def to_float(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
         if codes.device.type != "cpu":
-            return codes.float()
+            return codes.float(), 1.0
         # The CPU cast is scalar code. Both formats are a float16 with bits missing, so bits are moved instead: e5m2
         # lacks the low eight; e4m3 also has a bias smaller by 8, which leaves the value times 2**-8 (subnormals too).
         bits = codes.view(torch.int8).to(torch.int16)
         if self.dtype == torch.float8_e5m2:
-            return bits.bitwise_left_shift_(8).view(torch.float16).float()
-        return bits.bitwise_left_shift_(7).bitwise_and_(-16512).view(torch.float16).float().mul_(256.0)
+            return bits.bitwise_left_shift_(8).view(torch.float16).float(), 1.0
+        return bits.bitwise_left_shift_(7).bitwise_and_(-16512).view(torch.float16).float(), 256.0
 
 
 CODECS: dict[str, Codec] = {
@@ -151,6 +155,6 @@ def find_codec(name: str) -> Codec:
     """The codec called ``name``; ``ValueError`` that lists the known ones otherwise."""
     codec = CODECS.get(ALIASES.get(name, name))
     if codec is None:
-        known = ", ".join([*CODECS, *ALIASES])
+        known = ", ".join([*CODECS, *ALIASES, "int4", "int2", "k4v2 and the like"])
         raise ValueError(f"unknown storage {name!r}: known are {known}")
     return codec

@@ -17,10 +17,13 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+EMPTY_LAYERS: tuple[type, ...]
 try:  # 5.24: layers that reuse another layer's cache, or have no attention at all
     from transformers.cache_utils import DummyLayer
+
+    EMPTY_LAYERS = (DummyLayer,)
 except ImportError:
-    DummyLayer = ()
+    EMPTY_LAYERS = ()
 
 __all__ = [
     "AttentionInterface",
@@ -59,7 +62,7 @@ def is_plain_full_attention(layer: Any) -> bool:
 
 def is_stock_layer(layer: Any) -> bool:
     """Recurrent states, and layers that hold nothing: kept as transformers makes them."""
-    return isinstance(layer, (LinearAttentionCacheLayerMixin, DummyLayer))
+    return isinstance(layer, (LinearAttentionCacheLayerMixin, *EMPTY_LAYERS))
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:

@@ -2,36 +2,44 @@
 
     update(k, v)  ->  encode once, append  ->  what this call's queries attend to
 
-Every key and value that attention sees has been through the codec, the tokens of the current call included. That is what
-makes one-shot, chunked and token-by-token feeding agree: a token looks the same to every later query, whenever it came.
+Every key and value that attention sees is what a later query will see too: plain while it is among the most recent
+tokens, through the codec from the moment it is sealed, also within one chunk. That is what makes one-shot, chunked and
+token-by-token feeding agree.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import compat
 from .attention import NAME, History, Part, Stored
 from .codecs import CODECS, Codec, Scaled
-from .masked import FED_TWICE, MaskedKeys
-from .retention import KeepAll, Retention
-from .store import Slab, concat, map_state
+from .lowbit import Grouped
+from .masked import ASK_FOR_OURS, FED_TWICE, Visible
+from .retention import Retention
+from .spec import Storage
+from .store import Slab, concat, map_state, slot_tokens
 
-# Stock attention functions that read their keys through torch ops, where MaskedKeys can apply its mask.
+# Stock attention functions that read their keys through torch ops, where MaskedStates can apply its mask.
 MASKABLE = ("sdpa", "eager")
 
 
 class Run:
-    """Keys and values of one run of tokens, each in a slab of its own codec."""
+    """Keys and values of one run of tokens, each in a slab of its own codec. Lengths are in tokens."""
 
-    def __init__(self, key_codec: Codec, value_codec: Codec, **slab: Any) -> None:
+    def __init__(
+        self, key_codec: Codec, value_codec: Codec, limit: int | None = None, pinned: int = 0, phase: int = 0
+    ) -> None:
         self.key_codec, self.value_codec = key_codec, value_codec
-        self.keys, self.values = Slab(**slab), Slab(**slab)
+        self.limit, self.pinned = limit, pinned
+        self.keys, self.values = (
+            Slab(None if limit is None else limit // codec.group, pinned, phase) for codec in (key_codec, value_codec)
+        )
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.keys) * self.key_codec.group
 
     @property
     def slabs(self) -> tuple[Slab, Slab]:
@@ -44,18 +52,54 @@ class Run:
         self.keys.append(part.keys)
         self.values.append(part.values)
 
+    def replace(self, part: Part) -> None:
+        for slab in self.slabs:
+            slab.clear()
+        self.append(part)
+
+    def drop(self, tokens: int) -> None:
+        """Forget the first ``tokens`` tokens."""
+        for slab, codec in zip(self.slabs, (self.key_codec, self.value_codec), strict=True):
+            slab.drop(tokens // codec.group)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens."""
+        for slab, codec in zip(self.slabs, (self.key_codec, self.value_codec), strict=True):
+            slab.truncate(tokens // codec.group)
+
     def part(self) -> Part:
         return Part(self.key_codec, self.keys.view(), self.value_codec, self.values.view())
 
-    def last(self, count: int) -> Part:
-        return Part(self.key_codec, self.keys.last(count), self.value_codec, self.values.last(count))
+    def last(self, tokens: int) -> Part:
+        """The pinned tokens and the newest ``tokens`` others, in token order."""
+        k, v = self.key_codec.group, self.value_codec.group
+        return Part(self.key_codec, self.keys.last(tokens // k), self.value_codec, self.values.last(tokens // v))
+
+
+class Layout(NamedTuple):
+    """How one call finds its keys, in tokens: ``sinks``, then ``held`` sealed slots, then ``raw`` plain ones."""
+
+    sinks: int
+    seal: int  # tokens that this call seals
+    held: int
+    raw: int
+    joins: bool  # sealed slots are copied out before new tokens overwrite them
+    doubled: bool  # raw holds tokens that this call seals
+
+    @property
+    def slots(self) -> int:
+        return self.sinks + self.held + self.raw
 
 
 class KVLayer(compat.CacheLayerMixin):
     """The cache of one full-attention layer.
 
+    Tokens lie in up to three runs, in token order, and ``boundary`` says where the second one ends:
+
+        sinks [0, apart) plain  |  sealed [apart, boundary) encoded  |  tail [boundary, seen) plain
+
     Args:
-        key_codec, value_codec: how bits are stored.
+        storage: how bits are stored.
         retention: which tokens stay.
         config: the decoder's config; its ``_attn_implementation`` says at every call who reads the result.
         index: the layer's number, for messages and for spreading growth over steps.
@@ -64,14 +108,57 @@ class KVLayer(compat.CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(
-        self, key_codec: Codec, value_codec: Codec, retention: Retention, config: Any, index: int
-    ) -> None:
+    def __init__(self, storage: Storage, retention: Retention, config: Any, index: int) -> None:
         # CacheLayerMixin.__init__ would assign `keys` and `values`, which are views of the store here.
-        self.key_codec, self.value_codec, self.retention = key_codec, value_codec, retention
+        self.storage, self.retention = storage, retention
         self.config, self.index = config, index
         self.is_initialized = False
         self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, shapes and dtypes included: equal to a new layer."""
+        storage, sinks, window = self.storage, self.retention.sinks, self.retention.window
+        full = CODECS["full"]
+        pinned = sinks if storage.lossless else 0
+        limit = None if window is None else -(-window // storage.group) * storage.group + pinned
+        self.apart = 0 if storage.lossless else max(sinks, storage.sinks)
+        self.sinks = Run(full, full, phase=self.index)
+        self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
+        self.tail = Run(full, full)
+        self.seen = 0
+        self.is_initialized = False
+        self.__dict__.pop("batch_size", None)
+
+    # -- where tokens lie --------------------------------------------------------------------------------------------
+
+    def boundary(self, seen: int) -> int:
+        """Tokens before this one are sinks or sealed once ``seen`` tokens were seen."""
+        storage = self.storage
+        start = min(self.apart, seen)
+        if seen <= storage.quantize_after:
+            return start
+        return start + max(seen - self.apart - storage.residual, 0) // storage.group * storage.group
+
+    def _sealed_since(self, token: torch.Tensor) -> torch.Tensor:
+        """The first query that sees a token in its encoded form."""
+        storage = self.storage
+        group_end = (token - self.apart).div(storage.group, rounding_mode="floor").add(1) * storage.group
+        return (group_end + self.apart + storage.residual - 1).clamp_min(storage.quantize_after)
+
+    def _layout(self, new: int, ordered: bool = False) -> Layout:
+        """How the next call of ``new`` tokens will find its keys; arithmetic only."""
+        storage, seen, total = self.storage, self.seen, self.seen + new
+        sinks, limit = min(self.apart, total), self.sealed.limit
+        seal = self.boundary(total) - self.boundary(seen) - max(sinks - seen, 0)
+        held = len(self.sealed) + seal
+        joins = limit is not None and held > limit and (new > 1 or ordered)
+        if limit is not None and joins:  # early queries still need what late tokens overwrite: joined before writing
+            held = min(len(self.sealed), limit - 1 if storage.group == 1 else limit) + seal
+        elif limit is not None:
+            held = min(held, limit)
+        doubled = new > 1 and seal > 0 and storage.has_tail
+        start = self.boundary(min(seen + 1, total) if doubled else total)
+        return Layout(sinks, seal, held, total - max(start, sinks), joins, doubled)
 
     # -- transformers: growing ---------------------------------------------------------------------------------------
 
@@ -98,7 +185,7 @@ class KVLayer(compat.CacheLayerMixin):
 
         Raises:
             ValueError: another batch size, shape or dtype than before; a prompt fed a second time; non-finite states
-                into a lossy storage; a window inside a chunk under an attention that cannot apply it.
+                into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -108,65 +195,94 @@ class KVLayer(compat.CacheLayerMixin):
             self._check_positions(positions, key_states.shape[2])
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         with torch.no_grad():
-            history = self._append(key_states, value_states, ordered=with_grad, positions_known=positions is not None)
+            history = self._append(key_states, value_states, with_grad, positions is not None)
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
-        seen, new = self.seen, keys.shape[2]
-        sinks, window = self.retention.sinks, self.retention.window
-        inside = window is None or seen + new <= sinks + window  # nothing leaves before the last query has run
-        if not inside and new > 1 and self._attention() not in (*MASKABLE, NAME, None):
-            raise ValueError(
-                f"layer {self.index}: {self.retention.spec} needs a window inside this chunk of {new} tokens, which "
-                f'attention {self._attention()!r} cannot apply: call hf_kvcache.register() and '
-                f'model.set_attn_implementation("{NAME}")'
-            )
-        own = min(max(len_sinks(self) - seen, 0), new)
-        encoded = self.sealed.encode(keys[:, :, own:], values[:, :, own:])
-        self._check_finite(encoded)
-        if inside or (new == 1 and not ordered):
-            self._write(keys, values, own, encoded)
-            parts = self._parts()
-        else:
-            # Early queries still need what late tokens overwrite: join before writing.
-            past = self.sealed.last(window - 1) if len(self.sealed) else None  # type: ignore[operator]
-            joined = encoded if past is None else encoded._replace(
-                keys=concat([past.keys, encoded.keys]), values=concat([past.values, encoded.values])
-            )
-            self._write(keys, values, own, encoded)
-            parts = ([self.sinks.part()] if len(self.sinks) else []) + [joined]
-        self.seen += new
-        visible = None
-        if not inside and (new > 1 or ordered):
-            visible = self.retention.visible(seen, new).to(keys.device)  # type: ignore[union-attr]
-        elif new > 1 and seen and not positions_known and self._attention() != NAME:
-            # No position ids to tell a prompt that is fed twice: the keys look at the mask instead.
-            visible = torch.ones(new, self.seen, dtype=torch.bool, device=keys.device).tril(seen)
-        elif self.retention.evicts and not seen and self._attention() != NAME:
-            visible = torch.ones(new, new, dtype=torch.bool, device=keys.device).tril()  # to see pads
-        return History(parts, visible, seen == 0, self.retention.evicts, keys.dtype, values.dtype)
-
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, own: int, encoded: Part) -> None:
+        first, new = self.seen == 0, keys.shape[2]
+        layout = self._layout(new, ordered)
+        visible = self._visible(layout, new, ordered, positions_known)
+        own = max(layout.sinks - self.seen, 0)  # of the new tokens, those that are sinks
         if own:
             self.sinks.append(self.sinks.encode(keys[:, :, :own], values[:, :, :own]))
-        if encoded.tokens:
-            self.sealed.append(encoded)
-        elif self.sealed.keys.state is None:
-            self.sealed.append(encoded)  # shapes for an empty store
+        plain = self.tail.encode(keys[:, :, own:], values[:, :, own:])
+        in_place = self.storage.has_tail and new == 1
+        if in_place:
+            self.tail.append(plain)
+            plain = self.tail.part()
+        elif len(self.tail):
+            plain = join(self.tail.part(), plain)
+        sealed = self._seal(plain.block(0, layout.seal), layout)
+        raw = None
+        if in_place:
+            self.tail.drop(layout.seal)
+            raw = self.tail.part()
+        elif self.storage.has_tail:
+            self.tail.replace(plain.block(layout.seal, plain.tokens))
+            raw = plain.block(plain.tokens - layout.raw, plain.tokens)
+        self.seen += new
+        runs = (self.sinks.part() if layout.sinks else None, sealed, raw)
+        parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
+        return History(parts, visible, first, self.retention.evicts, *self.dtypes)
 
-    def _parts(self) -> list[Part]:
-        parts = [run.part() for run in (self.sinks, self.sealed) if len(run)]
-        return parts or [self.sealed.part()]
+    def _seal(self, plain: Part, layout: Layout) -> Part:
+        """Encode these tokens, once and for all; return the sealed run as this call sees it."""
+        encoded = self.sealed.encode(plain.keys.values, plain.values.values)
+        self._check_finite(encoded)
+        joined = None
+        if layout.joins:
+            past = self.sealed.last(layout.held - layout.seal - self.sealed.pinned) if len(self.sealed) else None
+            joined = encoded if past is None else join(past, encoded)
+        if layout.seal or self.sealed.keys.state is None:
+            self.sealed.append(encoded)
+        return self.sealed.part() if joined is None else joined
+
+    def _visible(self, layout: Layout, new: int, ordered: bool, positions_known: bool) -> Visible | None:
+        """The mask of this call, where "all keys up to the query's own token" is not it."""
+        seen, total = self.seen, self.seen + new
+        retention, attention = self.retention, self._attention()
+        full_window = retention.window is not None and total > retention.sinks + retention.window
+        plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
+        needed = layout.doubled or (full_window and not plain_ring)
+        # Under stock attention keys also look at the mask, for what nothing else can show: pads, a prompt fed twice.
+        watch = attention != NAME and ((retention.evicts and not seen) or (new > 1 and seen and not positions_known))
+        if not needed and not watch:
+            return None
+        if needed and new > 1 and attention not in (*MASKABLE, NAME, None):
+            raise ValueError(
+                f"layer {self.index}: this chunk of {new} tokens needs a mask that attention {attention!r} cannot "
+                f"apply: {ASK_FOR_OURS}"
+            )
+        position, forever = torch.cat(self._slots(layout, total)), torch.iinfo(torch.int64).max
+        since, until = position.clone(), torch.full_like(position, forever)
+        a, b = layout.sinks, layout.sinks + layout.held
+        if self.storage.has_tail:
+            since[a:b] = torch.maximum(position[a:b], self._sealed_since(position[a:b]))
+            until[b:] = self._sealed_since(position[b:])
+        if retention.window is not None:
+            until = torch.where(position < retention.sinks, until, torch.minimum(until, position + retention.window))
+        since, until, position = (t.to(self.device) for t in (since, until, position))
+        return Visible(since, until, position, seen, new, retention.evicts, layout.doubled)
+
+    def _slots(self, layout: Layout, total: int) -> list[torch.Tensor]:
+        """Token numbers of the sinks, the sealed slots and the plain slots that this call returns."""
+        pinned, sealed = self.sealed.pinned, self.boundary(total) - layout.sinks  # tokens ever sealed
+        if layout.joins:
+            recent = torch.arange(sealed - layout.held + pinned, sealed)
+            tokens = torch.cat([torch.arange(pinned), recent])
+        else:
+            tokens = slot_tokens(sealed, self.sealed.limit, pinned)
+        return [torch.arange(layout.sinks), tokens + layout.sinks, torch.arange(total - layout.raw, total)]
 
     def _present(self, history: History, with_grad: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[Any, Any]:
         if with_grad is None and self._attention() == NAME:
             return Stored(history, 0), Stored(history, 1)
-        keys, values = history.decode()
-        if with_grad is not None:
-            keys, values = (_attach(out, new) for out, new in zip((keys, values), with_grad, strict=True))
-        if history.visible is not None:
-            keys = MaskedKeys.wrap(keys, history.visible, history.first and history.evicts)
-        return keys, values
+        if with_grad is None:
+            return history.decode()
+        states = (
+            _attach(out, new) for out, new in zip(history._replace(visible=None).decode(), with_grad, strict=True)
+        )
+        return history.masked(*states)
 
     def _attention(self) -> str | None:
         return getattr(self.config, "_attn_implementation", None)
@@ -179,59 +295,48 @@ class KVLayer(compat.CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
-        held = self.retention.held(self.seen, query_length)
-        return held, self.seen + query_length - held
+        slots, total = self._layout(query_length).slots, self.seen + query_length
+        return slots, max(total - slots, 0)
 
     def get_max_length(self) -> int:
         """-1: any number of tokens may be fed."""
         return -1
 
     @property
-    def is_croppable(self) -> bool:
-        """Whether ``crop`` is exact at any time: not where tokens may already be gone."""
-        return not self.retention.evicts
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether ``crop`` is exact at any time: not where tokens may be gone, or sealed in groups."""
+        return not (self.retention.evicts or self.storage.has_tail)
 
     @property
     def kept(self) -> int:
         """Tokens held per row."""
-        return len(self.sinks) + len(self.sealed)
+        return len(self.sinks) + len(self.sealed) + len(self.tail)
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """What is held, decoded, in token order: [B, H, kept, Dk]; ``None`` before the first update."""
         return self._decoded(0)
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """As ``keys``: [B, H, kept, Dv]."""
         return self._decoded(1)
 
     def _decoded(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized or self.sealed.keys.state is None:
             return None
-        runs = [run for run in (self.sinks, self.sealed) if len(run)] or [self.sealed]
         pieces = []
-        for run in runs:
+        for run in self.runs:
             slab, codec = (run.keys, run.key_codec) if side == 0 else (run.values, run.value_codec)
-            slots = slab.order().to(self.device)
-            ordered = map_state(slab.state, lambda t, slots=slots: t.index_select(2, slots))
-            pieces.append(codec.decode(ordered, self.dtypes[side]))
+            if slab.state is not None:
+                pieces.append(codec.decode(slab.last(len(slab)), self.dtypes[side]))
         return torch.cat(pieces, 2)
 
-    # -- transformers: changing --------------------------------------------------------------------------------------
+    @property
+    def runs(self) -> tuple[Run, Run, Run]:
+        return self.sinks, self.sealed, self.tail
 
-    def reset(self) -> None:
-        """Forget everything, shapes and dtypes included: equal to a new layer."""
-        full, plain = CODECS["full"], self.key_codec.lossless and self.value_codec.lossless
-        sinks, window = self.retention.sinks, self.retention.window
-        limit = None if window is None else window + (sinks if plain else 0)
-        self.sinks = Run(full, full, phase=self.index)
-        self.sealed = Run(
-            self.key_codec, self.value_codec, limit=limit, pinned=sinks if plain else 0, phase=self.index
-        )
-        self.seen = 0
-        self.is_initialized = False
-        self.__dict__.pop("batch_size", None)
+    # -- transformers: changing --------------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens.
@@ -246,17 +351,22 @@ class KVLayer(compat.CacheLayerMixin):
         remove = min(-tokens_to_remove, self.seen)
         if not remove:
             return
-        evicted = self.seen - self.kept
+        evicted, left = self.seen - self.kept, self.seen - remove
         if evicted:
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} has evicted {evicted} tokens, and a rollback would need "
                 "them back; fork() the cache before the tokens that may be taken back, or use retention 'all'"
             )
-        self.seen -= remove
-        for slab in self.sinks.slabs:
-            slab.truncate(self.seen)
-        for slab in self.sealed.slabs:
-            slab.truncate(self.seen - len(self.sinks))
+        if self.storage.has_tail and self.boundary(left) != self.boundary(self.seen):
+            raise ValueError(
+                f"crop({tokens_to_remove}): layer {self.index} has sealed tokens since, {len(self.tail)} are plain; "
+                "fork() the cache before the tokens that may be taken back, or use storage 'int8'"
+            )
+        self.seen = left
+        self.sinks.truncate(left)
+        self.tail.truncate(max(left - self.boundary(left), 0))
+        if not self.storage.has_tail:
+            self.sealed.truncate(max(left - self.apart, 0))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""
@@ -275,7 +385,7 @@ class KVLayer(compat.CacheLayerMixin):
             return
         with torch.no_grad(), torch.inference_mode(False):
             probe = fn(torch.arange(self.batch_size))
-            for run in (self.sinks, self.sealed):
+            for run in self.runs:
                 for slab in run.slabs:
                     slab.select_rows(fn)
         self.batch_size = probe.shape[0]
@@ -294,28 +404,34 @@ class KVLayer(compat.CacheLayerMixin):
                 f"layer {self.index} holds a batch of {self.batch_size}, got {keys.shape[0]}: reset() the cache, or "
                 "use batch_repeat_interleave / batch_select_indices first"
             )
-        for name, states, width, dtype in zip(("keys", "values"), (keys, values), self.widths, self.dtypes, strict=True):
+        for name, states, width, dtype in zip(
+            ("keys", "values"), (keys, values), self.widths, self.dtypes, strict=True
+        ):
             if states.shape[1] != self.heads or states.shape[-1] != width or states.shape[2] != keys.shape[2]:
                 expected = (self.batch_size, self.heads, keys.shape[2], width)
                 raise ValueError(f"layer {self.index}: {name} of shape {tuple(states.shape)}, expected {expected}")
             if states.dtype != dtype:
                 raise ValueError(
-                    f"layer {self.index} holds {name} of {dtype}, got {states.dtype}: keep one dtype, or reset() the cache"
+                    f"layer {self.index} holds {name} of {dtype}, got {states.dtype}: keep one dtype, or reset()"
                 )
 
     def _check_positions(self, position_ids: torch.Tensor, new: int) -> None:
         """A prompt that is fed twice starts again at position 0 although tokens were seen."""
         if self.seen and position_ids.dim() == 2 and position_ids.numel() and (new > 1 or not position_ids.is_cuda):
-            if position_ids.shape[1] == new and int(position_ids[:, -1].max()) < new and int(position_ids[:, 0].max()) == 0:
+            if (
+                position_ids.shape[1] == new
+                and int(position_ids[:, -1].max()) < new
+                and int(position_ids[:, 0].max()) == 0
+            ):
                 raise ValueError(FED_TWICE)
 
-    def _check_finite(self, part: Part) -> None:
-        """Non-finite input leaves a non-finite scale, one number per token to look at."""
-        for name, state in (("keys", part.keys), ("values", part.values)):
-            if isinstance(state, Scaled) and not bool(state.scale.isfinite().all()):
+    def _check_finite(self, encoded: Part) -> None:
+        """Non-finite input leaves non-finite scales, far fewer numbers to look at than there are values."""
+        for name, state in (("keys", encoded.keys), ("values", encoded.values)):
+            if isinstance(state, (Scaled, Grouped)) and not bool(state.scale.isfinite().all()):
                 raise ValueError(
-                    f"layer {self.index}: non-finite {name} cannot be stored in 8 bits; check the model's dtype "
-                    "(float16 overflows), or use storage 'full'"
+                    f"layer {self.index}: non-finite {name} cannot be stored as {self.storage.name}; check the model's "
+                    "dtype (float16 overflows), or use storage 'full'"
                 )
 
 
@@ -326,10 +442,10 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
         self.__init__(self.sliding_window)  # type: ignore[misc]
 
 
-def len_sinks(layer: KVLayer) -> int:
-    """First tokens that are kept apart in full precision: the sinks of a lossy storage."""
-    lossless = layer.key_codec.lossless and layer.value_codec.lossless
-    return 0 if lossless else layer.retention.sinks
+def join(first: Part, second: Part) -> Part:
+    """Two runs of the same codecs as one."""
+    keys, values = concat([first.keys, second.keys]), concat([first.values, second.values])
+    return first._replace(keys=keys, values=values)
 
 
 def _position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

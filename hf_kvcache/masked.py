@@ -1,80 +1,128 @@
 """How does a window get through stock attention? Keys that bring their own mask.
 
-transformers builds one causal mask from two numbers, a key length and an offset. That cannot say that, inside one chunk
-of queries, each query has its own window. Where a chunk needs that, ``update`` hands out its keys as ``MaskedKeys``: a
-tensor that behaves as any other, except that the place where it turns into scores applies the missing part of the mask.
+transformers builds one causal mask from two numbers, a key length and an offset. That cannot say that, inside one
+chunk of queries, each query has its own window, or that a token is plain for one query and encoded for the next. Where
+a chunk needs that, ``update`` hands out its keys as ``MaskedStates``: a tensor that behaves as any other, except that
+the place where it turns into scores applies the missing part of the mask.
 
     sdpa    scaled_dot_product_attention(q, K, v, mask)   ->  mask & visible
     eager   softmax(q @ K^T * scale + mask)               ->  hidden scores are -inf before the softmax
+
+Where tokens have two slots, values come wrapped too: with an empty cache and no mask, the stock sdpa function takes
+keys beyond the number of queries for unused slots of a static cache and cuts them off; ``MaskedStates`` do not let it.
 
 A decode step needs none of this (one query sees all that is held) and gets plain tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-KEEPS_KEYS = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
-KEEPS_KEYS |= set("half bfloat16 repeat_interleave mT.__get__ __get__".split())
+KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
+KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
 KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__ __radd__ tanh to float".split())
 
+FED_TWICE = (
+    "the cache already holds these tokens, and the attention mask does not cover them again: "
+    "call cache.rollback(1) before generating from a prompt that is fully cached"
+)
+PADDED = (
+    "this retention evicts tokens and the batch has padding: rows would keep pads as their first tokens; "
+    "use rows of equal length, or retention 'all'"
+)
+ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 
-class MaskedKeys(torch.Tensor):
-    """Keys ``[B, H, n, D]``, or scores ``[.., q, n]`` made from them, with ``visible`` ``[q, n]`` bool."""
 
-    visible: torch.Tensor
-    refuse_padding: bool
-    is_scores: bool
+class Visible(NamedTuple):
+    """Which keys each query attends to: query p sees slot j iff ``since[j] <= p < until[j]``.
+
+    A window ends with ``until``. A token that is sealed while a chunk is running has two slots, its plain form until
+    then and its encoded form since then, so that each query of the chunk sees what it would have seen alone.
+    """
+
+    since: torch.Tensor  # [n] int64
+    until: torch.Tensor  # [n] int64
+    position: torch.Tensor  # [n] int64, token number
+    query: int  # token number of the first query
+    queries: int
+    evicts: bool
+    doubled: bool  # some tokens have two slots
+
+    def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Queries ``start:stop`` of the call, [stop - start, n] bool."""
+        stop = self.queries if stop is None else stop
+        p = torch.arange(self.query + start, self.query + stop, device=self.since.device)[:, None]
+        return (self.since <= p) & (p < self.until)
+
+    def by_slot(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """What a mask made by transformers for this call says about the slots, after a look at it.
+
+        It counts its columns as consecutive tokens. That is right for a window without pads; where tokens have two
+        slots, only its last row (which tokens are real) can be used, by token number.
+
+        Raises:
+            ValueError: pads under an evicting retention, or queries that may not see themselves (a prompt fed twice).
+        """
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        total = self.query + self.queries
+        own = min(total, mask.shape[-1]) - 1
+        if not allowed[..., -1, own].any():
+            raise ValueError(FED_TWICE)
+        if self.evicts and not self.query and not allowed[..., -1, :total].all():
+            raise ValueError(PADDED)
+        if not self.doubled:
+            return mask
+        return None if self.evicts else mask[..., -1:, :][..., self.position]
+
+
+class MaskedStates(torch.Tensor):
+    """Keys or values ``[B, H, n, D]``, or scores ``[.., q, n]``, with what each query may see of them."""
+
+    visible: Visible
+    kind: str  # "keys", "values" or "scores"
 
     @staticmethod
-    def wrap(
-        data: torch.Tensor, visible: torch.Tensor, refuse_padding: bool, is_scores: bool = False
-    ) -> MaskedKeys:
-        """``refuse_padding``: a mask that hides a whole column (a pad) is a ``ValueError``."""
-        keys = data.as_subclass(MaskedKeys)
-        keys.visible, keys.refuse_padding, keys.is_scores = visible, refuse_padding, is_scores
-        return keys
+    def wrap(data: torch.Tensor, visible: Visible, kind: str) -> MaskedStates:
+        states = data.as_subclass(MaskedStates)
+        states.visible, states.kind = visible, kind
+        return states
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        carrier = next((a for a in (*args, *kwargs.values()) if isinstance(a, MaskedKeys)), None)
-        if carrier is None or not hasattr(carrier, "visible"):
+        carriers = [a for a in (*args, *kwargs.values()) if isinstance(a, MaskedStates) and hasattr(a, "visible")]
+        if not carriers:
             return super().__torch_function__(func, types, args, kwargs)
-        name = func.__name__
+        carrier, name = min(carriers, key=lambda a: a.kind), func.__name__  # keys, scores, values
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.scaled_dot_product_attention:
+            if func is F.scaled_dot_product_attention and carrier.kind == "keys":
                 return carrier._attend(*args, **kwargs)
-            if carrier.is_scores and name not in KEEPS_SCORES and name not in KEEPS_KEYS:
-                hidden = carrier.as_subclass(torch.Tensor).masked_fill(~carrier.visible, float("-inf"))
-                return func(*(hidden if a is carrier else a for a in args), **kwargs)
-            plain = [a.as_subclass(torch.Tensor) if isinstance(a, MaskedKeys) else a for a in args]
-            out = func(*plain, **{k: _plain(v) for k, v in kwargs.items()})
-            if not isinstance(out, torch.Tensor):
+            if carrier.kind == "scores":
+                return carrier._score(func, args, kwargs)
+            if name == "__getitem__" and carrier._cuts_slots(args[1]):
+                return carrier
+            out = func(*map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+            if name in KEEPS_STATES and isinstance(out, torch.Tensor):
+                return cls.wrap(out, carrier.visible, carrier.kind)
+            if carrier.kind == "values":
                 return out
-            if carrier.is_scores:
-                for other in plain[1:]:
-                    carrier._check_mask(other)
-                return cls.wrap(out, carrier.visible, carrier.refuse_padding, True)
-            if name in MAKES_SCORES:
-                if out.shape[-2:] != carrier.visible.shape:
-                    raise ValueError(
-                        f"{name} on windowed keys gives {tuple(out.shape)}, not scores [.., queries, keys]: "
-                        'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
-                    )
-                return cls.wrap(out, carrier.visible, carrier.refuse_padding, True)
-            if name == "einsum":
-                raise ValueError(
-                    "einsum on windowed keys cannot be masked: call hf_kvcache.register() and "
-                    'model.set_attn_implementation("kvcache")'
-                )
-            if name in KEEPS_KEYS:
-                return cls.wrap(out, carrier.visible, carrier.refuse_padding)
+            if name in MAKES_SCORES and out.shape[-2:] == (
+                carrier.visible.queries,
+                len(carrier.visible.since),
+            ):
+                return cls.wrap(out, carrier.visible, "scores")
+            if name in MAKES_SCORES or name == "einsum":
+                raise ValueError(f"{name} on keys with a window cannot be masked: {ASK_FOR_OURS}")
             return out
+
+    def _cuts_slots(self, index: Any) -> bool:
+        visible = self.visible
+        cut = index[2] if isinstance(index, tuple) and len(index) > 2 else None
+        return visible.doubled and not visible.query and cut == slice(None, visible.queries, None)
 
     def _attend(
         self,
@@ -86,33 +134,28 @@ class MaskedKeys(torch.Tensor):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        mask = self.visible  # includes causality
-        if attn_mask is not None:
-            self._check_mask(attn_mask)
-            bool_mask = attn_mask.dtype == torch.bool
-            mask = attn_mask & mask if bool_mask else attn_mask.masked_fill(~mask, float("-inf"))
+        mask = self.visible.rows()  # includes causality
+        slots = None if attn_mask is None else self.visible.by_slot(attn_mask)
+        if slots is not None:
+            mask = slots & mask if slots.dtype == torch.bool else slots.masked_fill(~mask, float("-inf"))
         return F.scaled_dot_product_attention(query, _plain(key), _plain(value), mask, dropout_p, **kwargs)
 
-    def _check_mask(self, mask: Any) -> None:
-        """Refuse what a mask gives away: pads, and queries that may not see themselves (the prompt fed twice)."""
-        if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or mask.shape[-2:] != self.visible.shape:
-            return
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        if not allowed[..., -1, -1].any():
-            raise ValueError(FED_TWICE)
-        if self.refuse_padding and not allowed[..., -1, :].all():
-            raise ValueError(PADDED)
+    def _score(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Scaling, capping and adding a mask keep scores what they are; anything else sees hidden ones as -inf."""
+        if func.__name__ not in KEEPS_SCORES:
+            hidden = _plain(self).masked_fill(~self.visible.rows(), float("-inf"))
+            return func(*(hidden if a is self else a for a in args), **kwargs)
+        others = [a if a is self else self._operand(a) for a in args]
+        return MaskedStates.wrap(func(*map(_plain, others), **kwargs), self.visible, "scores")
 
-
-FED_TWICE = (
-    "the cache already holds these tokens, and the attention mask does not cover them again: "
-    "call cache.rollback(1) before generating from a prompt that is fully cached"
-)
-PADDED = (
-    "this retention evicts tokens and the batch has padding: rows would keep pads as their first tokens; "
-    "use rows of equal length, or retention 'all'"
-)
+    def _operand(self, other: Any) -> Any:
+        """The other side of an addition: a mask made by transformers is translated to slots."""
+        shape = (self.visible.queries, len(self.visible.since))
+        if not isinstance(other, torch.Tensor) or other.dim() < 2 or other.shape[-2:] != shape:
+            return other
+        slots = self.visible.by_slot(other)
+        return 0.0 if slots is None else slots
 
 
 def _plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, MaskedKeys) else value
+    return value.as_subclass(torch.Tensor) if isinstance(value, MaskedStates) else value

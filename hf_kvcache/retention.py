@@ -11,18 +11,12 @@ Kept keys keep the rotation they were stored with.
 
 from __future__ import annotations
 
-import torch
-
 
 class KeepAll:
     """Every token stays."""
 
     sinks, window, evicts = 0, None, False
     spec = "all"
-
-    def held(self, seen: int, new: int) -> int:
-        """Keys that the ``new`` tokens after ``seen`` ones attend to, over all of their queries."""
-        return seen + new
 
 
 class SinkWindow:
@@ -43,23 +37,6 @@ class SinkWindow:
     @property
     def spec(self) -> str:
         return f"sink({self.sinks},{self.window})"
-
-    def held(self, seen: int, new: int) -> int:
-        """As ``KeepAll.held``: the sinks, and the window of the first of the new queries up to the last new token."""
-        total = seen + new
-        return min(self.sinks, total) + max(total - max(self.sinks, seen - self.window + 1), 0)
-
-    def positions(self, seen: int, new: int) -> torch.Tensor:
-        """Positions of those keys in token order, ``[held]`` int64."""
-        total = seen + new
-        recent = torch.arange(max(self.sinks, seen - self.window + 1), max(total, self.sinks))
-        return torch.cat([torch.arange(min(self.sinks, total)), recent[: max(total - self.sinks, 0)]])
-
-    def visible(self, seen: int, new: int) -> torch.Tensor:
-        """Which of those keys each new query attends to, ``[new, held]`` bool."""
-        query = torch.arange(seen, seen + new)[:, None]
-        key = self.positions(seen, new)[None, :]
-        return (key <= query) & ((key < self.sinks) | (query - key < self.window))
 
 
 RETENTIONS: dict[str, type[KeepAll] | type[SinkWindow]] = {"all": KeepAll, "sink": SinkWindow}

@@ -13,40 +13,57 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .codecs import ALIASES, CODECS, Codec, find_codec
-from .retention import RETENTIONS, Retention
+from .lowbit import GroupedCodec
+from .retention import RETENTIONS, Retention, SinkWindow
 
 PLACEMENTS = ("device",)
+STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
 PART = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
 
 class Storage(NamedTuple):
-    """The storage axis: a codec per side, and the layers that stay in full precision."""
+    """The storage axis: a codec per side, what stays plain beside it, and the layers it leaves alone."""
 
     name: str
     key_codec: Codec
     value_codec: Codec
-    skip_layers: tuple[int, ...]  # may be negative, as in a list
+    skip_layers: tuple[int, ...] | str = ()  # numbers, negative ones from the end; or "ends"
+    sinks: int = 0  # first tokens, plain
+    residual: int = 0  # most recent tokens, plain
+    quantize_after: int = 0  # nothing is encoded until more tokens than this were seen
+    options: str = ""  # canonical text of what differs from the defaults
 
     @property
     def lossless(self) -> bool:
         return self.key_codec.lossless and self.value_codec.lossless
 
     @property
+    def group(self) -> int:
+        """Tokens that are encoded together."""
+        return max(self.key_codec.group, self.value_codec.group)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the most recent tokens are plain before they are sealed."""
+        return bool(self.residual or self.group > 1 or self.quantize_after)
+
+    @property
     def spec(self) -> str:
-        skip = "|".join(map(str, self.skip_layers))
-        return f"{self.name}(skip_layers={skip})" if skip else self.name
+        return f"{self.name}({self.options})" if self.options else self.name
 
 
 def axis_of(name: str) -> str:
     """The axis that a part's name belongs to."""
+    if re.fullmatch(r"k[842]v[842]", name):
+        return "storage"
     for axis, names in (
-        ("storage", [*CODECS, *ALIASES]),
+        ("storage", STORAGES),
         ("retention", list(RETENTIONS)),
         ("placement", list(PLACEMENTS)),
     ):
         if name in names:
             return axis
-    known = ", ".join([*CODECS, *ALIASES, *RETENTIONS, *PLACEMENTS])
+    known = ", ".join([*STORAGES, *RETENTIONS, *PLACEMENTS])
     raise ValueError(f"unknown spec part {name!r}: known are {known}")
 
 
@@ -78,17 +95,61 @@ def parse_part(part: str) -> tuple[str, list[Any], dict[str, Any]]:
     return name, args, options
 
 
+EIGHT_BITS = {"skip_layers": (), "sinks": 0, "residual": 0, "quantize_after": 0}
+LOW_BITS = {**EIGHT_BITS, "sinks": 4, "residual": 128, "group": 32, "rotate": None, "key_axis": "channel"}
+
+
 def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) -> Storage:
     """The storage that a part names; ``ValueError`` for an unknown name or option."""
     if isinstance(part, Storage):
         return part
-    name, args, options = parse_part(part)
-    codec = find_codec(name)
-    skip = options.pop("skip_layers", None)
-    if args or options:
-        wrong = ", ".join([*map(str, args), *options])
-        raise ValueError(f"storage {codec.name!r} has no option {wrong!r}: known is skip_layers")
-    return Storage(codec.name, codec, codec, _indices(skip_layers if skip is None else skip))
+    name, args, given = parse_part(part)
+    name = ALIASES.get(name, name)
+    bits = _bits(name)
+    low = any(b in (4, 2) for b in bits)
+    defaults: dict[str, Any] = LOW_BITS if low else {"skip_layers": ()} if name == "full" else EIGHT_BITS
+    wrong = [*map(str, args), *(key for key in given if key not in defaults)]
+    if wrong:
+        raise ValueError(f"storage {name!r} has no option {', '.join(wrong)!r}: known are {', '.join(defaults)}")
+    options = {**defaults, **given}
+    options["skip_layers"] = _indices(given.get("skip_layers", skip_layers))
+    for key in ("sinks", "residual", "quantize_after"):
+        value = options.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"storage {name!r}: {key}={value!r} is not an integer >= 0")
+    rotate = options.get("rotate")
+    if rotate not in (None, True, False, "on", "off", 0, 1):
+        raise ValueError(f"storage {name!r}: rotate={rotate!r}, known are on and off")
+    codecs = [_codec(name, bits, side, options) for side in (0, 1)]
+    text = ",".join(f"{key}={_text(value)}" for key, value in options.items() if value != defaults[key])
+    plain = {key: options.get(key, 0) for key in ("skip_layers", "sinks", "residual", "quantize_after")}
+    return Storage(name, codecs[0], codecs[1], options=text, **plain)
+
+
+def _bits(name: str) -> tuple[int, ...]:
+    """(key bits, value bits) of an integer storage by name, () for the others; ``ValueError`` if unknown."""
+    pair = re.fullmatch(r"k([842])v([842])", name)
+    if pair:
+        return int(pair[1]), int(pair[2])
+    if name in ("int4", "int2"):
+        return int(name[3]), int(name[3])
+    find_codec(name)
+    return ()
+
+
+def _codec(name: str, bits: tuple[int, ...], side: int, options: dict[str, Any]) -> Codec:
+    if not bits:
+        return find_codec(name)
+    if bits[side] == 8:
+        return find_codec("int8")
+    rotate = options["rotate"]
+    rotate = bits[side] == 2 if rotate is None else rotate in (True, "on")
+    axis = options["key_axis"] if side == 0 else "token"
+    return GroupedCodec(bits[side], options["group"], axis, rotate)
+
+
+def _text(value: Any) -> str:
+    return "|".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def retention(part: str | Retention) -> Retention:
@@ -123,7 +184,9 @@ def _value(text: str) -> Any:
     return text
 
 
-def _indices(layers: int | str | Sequence[int]) -> tuple[int, ...]:
+def _indices(layers: int | str | Sequence[int]) -> tuple[int, ...] | str:
+    if layers == "ends":
+        return "ends"
     if isinstance(layers, str):
         layers = [_value(item) for item in layers.split("|") if item]
     layers = (layers,) if isinstance(layers, int) else tuple(layers)

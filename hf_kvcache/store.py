@@ -2,14 +2,15 @@
 
     Store = sinks (first tokens, full precision)  +  sealed (encoded)
 
-Every run is a ``Slab``: one state tuple whose tensors have spare rows at the end. Appending writes into the spare rows;
-when they are used up, every tensor is copied once into one about 1/128 longer. That makes an append O(1) amortised (each
-token is moved at most ~128 times in its life, against n reads of n tokens by attention), keeps the spare memory below
-1 %, and leaves the history in one piece, so that attention reads it without ``torch.cat``. The peak while a slab grows
-is one copy of that one slab.
+Every run is a ``Slab``: one state tuple whose tensors have spare rows at the end. Appending writes into the spare
+rows; when they are used up, every tensor is copied once into one about 1/128 longer. That makes an append O(1)
+amortised (each token is moved at most ~128 times in its life, against n reads of n tokens by attention), keeps the
+spare memory below 1 %, and leaves the history in one piece, so that attention reads it without ``torch.cat``. The
+peak while a slab grows is one copy of that one slab.
 
-With a ``limit`` a slab is a ring: once full, a new token overwrites the oldest one that is not pinned, in place. Softmax
-does not care about the order of its keys, so a decode step reads the slots as they lie; ``order`` gives token order.
+With a ``limit`` a slab is a ring: once full, a new token overwrites the oldest one that is not pinned, in place.
+Softmax does not care about the order of its keys, so a decode step reads the slots as they lie; ``tokens`` says which
+is which.
 
     pinned = 2, limit = 6, after 9 tokens:     slot   0 1 2 3 4 5
                                                token  0 1 6 7 8 5
@@ -44,6 +45,14 @@ def concat(states: list[Any]) -> Any:
     return type(states[0])(*(torch.cat(parts, dim=2) for parts in zip(*states, strict=True)))
 
 
+def slot_tokens(appended: int, limit: int | None, pinned: int = 0) -> torch.Tensor:
+    """The token in each slot of a ring after ``appended`` tokens, ``[min(appended, limit)]`` int64."""
+    if limit is None or appended <= limit:
+        return torch.arange(appended)
+    slots, ring, newest = torch.arange(limit), limit - pinned, appended - 1 - pinned
+    return torch.where(slots < pinned, slots, newest - (newest - (slots - pinned)) % ring + pinned)
+
+
 class Slab:
     """A growable run of tokens in one state tuple; a ring when ``limit`` is given.
 
@@ -67,26 +76,25 @@ class Slab:
         assert self.state is not None
         return narrow(self.state, 0, len(self))
 
-    def order(self) -> torch.Tensor:
-        """Slots in token order, ``[len]`` int64 on the CPU."""
-        n = len(self)
-        if self.limit is None or self.appended <= self.limit:
-            return torch.arange(n)
-        ring = n - self.pinned
-        head = torch.arange(self.pinned)
-        tail = (torch.arange(ring) + (self.appended - self.pinned) % ring) % ring + self.pinned
-        return torch.cat([head, tail])
+    def tokens(self) -> torch.Tensor:
+        """Which token (counted from the slab's first) lies in each slot, ``[len]`` int64 on the CPU."""
+        return slot_tokens(self.appended, self.limit, self.pinned)
 
     def last(self, count: int) -> Any:
-        """The newest ``count`` stored tokens in token order, behind the pinned ones; copies once a ring has wrapped."""
+        """The pinned tokens and the newest ``count`` others, in token order; copies once a ring has wrapped."""
         n = len(self)
-        count = min(count, n - min(self.pinned, n))
-        if self.limit is None or self.appended <= self.limit:
-            if self.pinned == 0 or count == n - self.pinned:
-                return narrow(self.view(), n - count if self.pinned == 0 else 0, n)
-        slots = self.order()
-        slots = torch.cat([slots[: self.pinned], slots[n - count :]])
+        keep = max(min(count, n - self.pinned), 0) + min(self.pinned, n)
+        if keep == n and (self.limit is None or self.appended <= self.limit):
+            return self.view()
+        order = self.tokens().argsort()
+        slots = torch.cat([order[: min(self.pinned, n)], order[n - keep + min(self.pinned, n) :]])
         return map_state(self.state, lambda t: t.index_select(2, slots.to(t.device)))
+
+    def drop(self, count: int) -> None:
+        """Forget the first ``count`` tokens of a slab without a limit; the few that stay move to the front."""
+        rest = narrow(self.state, count, self.appended)
+        self.appended -= count
+        self._write(0, map_state(rest, torch.clone))
 
     def append(self, state: Any) -> None:
         """Write a run of tokens. Of a run longer than the ring only what stays is written."""
@@ -95,19 +103,18 @@ class Slab:
             self._reserve(self.appended + n, state)
             self._write(self.appended, state)
         else:
-            self._append_ring(state, n)
+            self._append_ring(state, n, self.limit)
         self.appended += n
 
-    def _append_ring(self, state: Any, n: int) -> None:
-        limit, ring = self.limit, self.limit - self.pinned  # type: ignore[operator]
+    def _append_ring(self, state: Any, n: int, limit: int) -> None:
+        ring = limit - self.pinned
         self._reserve(min(self.appended + n, limit), state)
-        straight = min(n, max(limit - self.appended, 0))  # type: ignore[operator]
-        if straight:
-            self._write(self.appended, narrow(state, 0, straight))
+        straight = min(n, max(limit - self.appended, 0))
+        self._write(self.appended, narrow(state, 0, straight))
         token = max(straight, n - ring)  # anything before is overwritten within this very run
         while token < n:
             slot = self.pinned + (self.appended + token - self.pinned) % ring
-            run = min(n - token, limit - slot)  # type: ignore[operator]
+            run = min(n - token, limit - slot)
             self._write(slot, narrow(state, token, token + run))
             token += run
 
@@ -152,6 +159,6 @@ class Slab:
         for name, t in zip(self.state._fields, self.state, strict=True) if self.state is not None else ():  # type: ignore[attr-defined]
             total = t.untyped_storage().nbytes()
             used = total * len(self) // max(self.capacity, 1)
-            parts["scales" if name == "scale" else "payload"] += used
+            parts["scales" if name in ("scale", "zero") else "payload"] += used
             parts["spare"] += total - used
         return parts
