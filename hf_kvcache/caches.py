@@ -21,6 +21,7 @@ import torch
 from . import compat
 from . import spec as specs
 from .layers import KVLayer, WindowLayer
+from .retention import SinkWindow
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class KVCache(compat.Cache):
         self,
         config: Any,
         storage: str = "full",
-        retention: str = "all",
+        retention: str | SinkWindow = "all",
         placement: str = "device",
         *,
         skip_layers: int | str | Sequence[int] = (),
@@ -146,7 +147,18 @@ class KVCache(compat.Cache):
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
+        if layer_idx == 0:
+            self._raise_if_suspect()
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _raise_if_suspect(self) -> None:
+        """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
+        waiting = [layer for layer in self.layers if isinstance(layer, KVLayer) and layer.peaks is not None]
+        if waiting:
+            peaks = torch.stack([layer.peaks.to(waiting[0].device) for layer in waiting]).cpu()  # type: ignore[union-attr]
+            for layer, pair in zip(waiting, peaks, strict=True):
+                layer.raise_if_suspect(pair)
+                layer.peaks = None
 
     def _check_encoder_decoder(self, layer_idx: int) -> None:
         """Cross-attention comes with the same layer number right after self-attention: it must not land here."""
@@ -275,7 +287,7 @@ class SinkWindowCache(KVCache):
     ) -> None:
         if reposition:
             raise ValueError("SinkWindowCache: reposition=True is not supported yet; kept keys keep their rotation")
-        retention = specs.SinkWindow(sinks, window)
+        retention = SinkWindow(sinks, window)
         super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))  # type: ignore[arg-type]
 
 

@@ -16,15 +16,24 @@ a column of scores, and the value scale multiplies that token's probability befo
 
 Per-token scales keep appending exact: a token's bytes depend on that token alone, so they never change afterwards and
 do not depend on the batch, the padding or the schedule (FP8 formats: Micikevicius et al., arXiv:2209.05433).
+
+From a head size of ``rotate_from`` on, rows are multiplied by an orthonormal matrix first: ``q . k = (q R) . (k R)``.
+That spreads a few large channels over all of them (QuaRot, Ashkboos et al., arXiv:2404.00456). Keys have such channels,
+and one scale per token pays for them: rotating keys divides the KL divergence of ``int8`` on SmolLM2 by 4, and that of
+``fp8`` by 1.5. The query is rotated once per step, at the cost of one [D, D] product.
 """
 
 from __future__ import annotations
 
+import math
+from copy import copy
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 State = tuple[torch.Tensor, ...]
+NEVER = math.inf  # as ``rotate_from``
 
 
 class Plain(NamedTuple):
@@ -80,11 +89,17 @@ class PerToken:
     """Eight bits per value and one float32 scale per token and head: ``x ~ scale * codes``."""
 
     name: str
-    lossless, group = False, 1
+    lossless, group, rotate_from = False, 1, NEVER
     limit: float  # largest code
 
+    def rotated(self, rotate_from: float) -> PerToken:
+        """The same codec on rows that are rotated from this head size on."""
+        other = copy(self)
+        other.rotate_from = rotate_from
+        return other
+
     def encode(self, x: torch.Tensor) -> Scaled:
-        x = x.float()
+        x = turn(x.float(), self.rotate_from)
         scale = x.abs().amax(-1, keepdim=True) / self.limit
         # A row of zeros, or one whose scale underflows float32, is stored as zeros; the scale stays a plain 1.
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
@@ -92,15 +107,16 @@ class PerToken:
 
     def decode(self, state: Scaled, dtype: torch.dtype) -> torch.Tensor:
         codes, unit = self.to_float(state.codes)
-        return codes.mul_(state.scale * unit).to(dtype)
+        return turn(codes.mul_(state.scale * unit), self.rotate_from, back=True).to(dtype)
 
     def scores(self, query: torch.Tensor, state: Scaled) -> torch.Tensor:
         codes, unit = self.to_float(state.codes)
-        return (query @ codes.transpose(-1, -2)).mul_((state.scale * unit).transpose(-1, -2))
+        dots = turn(query, self.rotate_from) @ codes.transpose(-1, -2)
+        return dots.mul_((state.scale * unit).transpose(-1, -2))
 
     def mix(self, probs: torch.Tensor, state: Scaled) -> torch.Tensor:
         codes, unit = self.to_float(state.codes)
-        return (probs * (state.scale * unit).transpose(-1, -2)) @ codes
+        return turn((probs * (state.scale * unit).transpose(-1, -2)) @ codes, self.rotate_from, back=True)
 
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -120,23 +136,58 @@ class Int8(PerToken):
 
 
 class Float8(PerToken):
-    """8-bit floating point. Clamped before the cast: what a cast does beyond the maximum differs by device."""
+    """8-bit floating point, kept as bytes: not every tensor operation knows the float8 types.
+
+    Clamped before the cast: what a cast does beyond the maximum differs by device.
+    """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype, self.limit = name, dtype, torch.finfo(dtype).max
 
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp_(-self.limit, self.limit).to(self.dtype)
+        return x.clamp_(-self.limit, self.limit).to(self.dtype).view(torch.uint8)
 
     def to_float(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
         if codes.device.type != "cpu":
-            return codes.float(), 1.0
+            return codes.view(self.dtype).float(), 1.0
         # The CPU cast is scalar code. Both formats are a float16 with bits missing, so bits are moved instead: e5m2
         # lacks the low eight; e4m3 also has a bias smaller by 8, which leaves the value times 2**-8 (subnormals too).
         bits = codes.view(torch.int8).to(torch.int16)
         if self.dtype == torch.float8_e5m2:
             return bits.bitwise_left_shift_(8).view(torch.float16).float(), 1.0
         return bits.bitwise_left_shift_(7).bitwise_and_(-16512).view(torch.float16).float(), 256.0
+
+
+@lru_cache(maxsize=32)
+def _rotation(width: int) -> torch.Tensor:
+    """Orthonormal [width, width] float32: Hadamard for the power of two in ``width``, a DCT for the odd rest."""
+    odd = width // (width & -width)
+    t = torch.arange(odd, dtype=torch.float64)
+    dct = torch.cos(math.pi / odd * (t[None, :] + 0.5) * t[:, None]) * math.sqrt(2 / odd)
+    dct[0] /= math.sqrt(2)
+    matrix = dct if odd > 1 else torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0) / math.sqrt(2)
+    return matrix.float()
+
+
+def rotation(width: int, device: torch.device | str) -> torch.Tensor:
+    """The orthonormal matrix ``[width, width]`` float32 that rows are multiplied with."""
+    with torch.inference_mode(False):
+        return _rotation(width) if str(device) == "cpu" else _rotation_on(width, str(device))
+
+
+@lru_cache(maxsize=64)
+def _rotation_on(width: int, device: str) -> torch.Tensor:
+    return _rotation(width).to(device)
+
+
+def turn(x: torch.Tensor, rotate_from: float, back: bool = False) -> torch.Tensor:
+    """``x`` [..., D] float32 rotated (or turned back); ``x`` itself where D < ``rotate_from``."""
+    if x.shape[-1] < rotate_from:
+        return x
+    matrix = rotation(x.shape[-1], x.device)
+    return x @ (matrix.T if back else matrix)
 
 
 CODECS: dict[str, Codec] = {

@@ -9,18 +9,18 @@ token-by-token feeding agree.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from . import compat
 from .attention import NAME, History, Part, Stored
-from .codecs import CODECS, Codec, Scaled
-from .lowbit import Grouped
+from .codecs import CODECS, Codec
 from .masked import ASK_FOR_OURS, FED_TWICE, Visible
 from .retention import Retention
 from .spec import Storage
-from .store import Slab, concat, map_state, slot_tokens
+from .store import Slab, concat, slot_tokens
 
 # Stock attention functions that read their keys through torch ops, where MaskedStates can apply its mask.
 MASKABLE = ("sdpa", "eager")
@@ -126,6 +126,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
         self.tail = Run(full, full)
         self.seen = 0
+        self.peaks: torch.Tensor | None = None  # not looked at yet
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)
 
@@ -187,15 +188,21 @@ class KVLayer(compat.CacheLayerMixin):
             ValueError: another batch size, shape or dtype than before; a prompt fed a second time; non-finite states
                 into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         positions = _position_ids(args, kwargs)
         if self.index == 0 and positions is not None:
             self._check_positions(positions, key_states.shape[2])
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        with torch.no_grad():
-            history = self._append(key_states, value_states, with_grad, positions is not None)
+        fresh = not self.is_initialized
+        try:
+            if fresh:
+                self.lazy_initialization(key_states, value_states)
+            with torch.no_grad():
+                history = self._append(key_states, value_states, with_grad, positions is not None)
+        except BaseException:
+            if fresh:  # a refused first update leaves nothing behind
+                self.reset()
+            raise
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
@@ -228,7 +235,6 @@ class KVLayer(compat.CacheLayerMixin):
     def _seal(self, plain: Part, layout: Layout) -> Part:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
         encoded = self.sealed.encode(plain.keys.values, plain.values.values)
-        self._check_finite(encoded)
         joined = None
         if layout.joins:
             past = self.sealed.last(layout.held - layout.seal - self.sealed.pinned) if len(self.sealed) else None
@@ -279,10 +285,8 @@ class KVLayer(compat.CacheLayerMixin):
             return Stored(history, 0), Stored(history, 1)
         if with_grad is None:
             return history.decode()
-        states = (
-            _attach(out, new) for out, new in zip(history._replace(visible=None).decode(), with_grad, strict=True)
-        )
-        return history.masked(*states)
+        decoded, lossless = history._replace(visible=None).decode(), self.storage.lossless
+        return history.masked(*(_attach(out, new, lossless) for out, new in zip(decoded, with_grad, strict=True)))
 
     def _attention(self) -> str | None:
         return getattr(self.config, "_attn_implementation", None)
@@ -399,6 +403,13 @@ class KVLayer(compat.CacheLayerMixin):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[:3] != values.shape[:3]:
+            shapes = f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            raise ValueError(f"layer {self.index}: keys and values of shapes {shapes} differ in batch, heads or tokens")
+        if not self.storage.lossless:
+            self._check_finite(keys, values)
+        if not self.is_initialized:
+            return
         if keys.shape[0] != self.batch_size:
             raise ValueError(
                 f"layer {self.index} holds a batch of {self.batch_size}, got {keys.shape[0]}: reset() the cache, or "
@@ -407,7 +418,7 @@ class KVLayer(compat.CacheLayerMixin):
         for name, states, width, dtype in zip(
             ("keys", "values"), (keys, values), self.widths, self.dtypes, strict=True
         ):
-            if states.shape[1] != self.heads or states.shape[-1] != width or states.shape[2] != keys.shape[2]:
+            if (states.shape[1], states.shape[3]) != (self.heads, width):
                 expected = (self.batch_size, self.heads, keys.shape[2], width)
                 raise ValueError(f"layer {self.index}: {name} of shape {tuple(states.shape)}, expected {expected}")
             if states.dtype != dtype:
@@ -425,10 +436,21 @@ class KVLayer(compat.CacheLayerMixin):
             ):
                 raise ValueError(FED_TWICE)
 
-    def _check_finite(self, encoded: Part) -> None:
-        """Non-finite input leaves non-finite scales, far fewer numbers to look at than there are values."""
-        for name, state in (("keys", encoded.keys), ("values", encoded.values)):
-            if isinstance(state, (Scaled, Grouped)) and not bool(state.scale.isfinite().all()):
+    def _check_finite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One maximum per side. Elsewhere than on a CPU, looking at it now would wait for the device in every layer:
+        the cache looks once per forward, at the next one (``raise_if_suspect``)."""
+        if not keys.shape[2]:
+            return
+        peaks = torch.stack([states.detach().abs().amax().float() for states in (keys, values)])
+        if keys.device.type == "cpu":
+            self.raise_if_suspect(peaks)
+        else:
+            self.peaks = peaks if self.peaks is None else torch.maximum(self.peaks, peaks)
+
+    def raise_if_suspect(self, peaks: torch.Tensor) -> None:
+        """``peaks``: largest absolute key and value, [2]; NaN and infinity are refused by a lossy storage."""
+        for name, peak in zip(("keys", "values"), peaks.tolist(), strict=True):
+            if not math.isfinite(peak):
                 raise ValueError(
                     f"layer {self.index}: non-finite {name} cannot be stored as {self.storage.name}; check the model's "
                     "dtype (float16 overflows), or use storage 'full'"
@@ -455,8 +477,7 @@ def _position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _attach(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _attach(stored: torch.Tensor, new: torch.Tensor, lossless: bool) -> torch.Tensor:
     """Stored states with the gradient path of the newest tokens put back (straight through the codec)."""
-    n = new.shape[2]
-    past, current = stored[:, :, :-n], stored[:, :, -n:]
-    return torch.cat([past.detach(), new + (current - new).detach()], 2)
+    past, current = stored.split([stored.shape[2] - new.shape[2], new.shape[2]], dim=2)
+    return torch.cat([past.detach(), new if lossless else new + (current - new).detach()], 2)

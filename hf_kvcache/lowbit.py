@@ -17,9 +17,7 @@ A group whose values sit far from zero gets a step of at least amax / 32000, so 
     state, for m groups of tokens:   codes [B, H, m, group * bits / 8, D] uint8: byte r holds tokens r, r + rows, ...
                                      step, zero [B, H, m, 1, D] (keys) or [B, H, m, group, ceil(D / group)] (values)
 
-With ``rotate`` the rows are multiplied by an orthonormal matrix first, which spreads an outlier over all
-channels (QuaRot, Ashkboos et al., arXiv:2404.00456). Dot products do not change if the query is rotated too; the
-output is turned back once. Attention folds steps and offsets as ``codecs`` does:
+``rotate_from`` is as in ``codecs``. Attention folds steps and offsets:
 
     q . k_t = sum_d (q_d step_d) code_td + sum_d q_d step_d zero_d                            (once per group)
     sum_t p_t v_td = sum_t (p_t step_t) code_td + sum_t p_t step_t zero_t                      (once per channel group)
@@ -27,11 +25,11 @@ output is turned back once. Attention folds steps and offsets as ``codecs`` does
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
+from .codecs import NEVER, turn
 
 FAR = 32000.0  # largest offset in steps; int16 holds 32767
 
@@ -49,7 +47,7 @@ class GroupedCodec:
 
     Args:
         axis: "channel": a group is one channel over time; "token": a group is neighbouring channels of one token.
-        rotate: multiply rows by an orthonormal matrix of the head size first.
+        rotate_from: from this head size on, rows are multiplied by an orthonormal matrix first.
 
     Raises:
         ValueError: ``bits`` is not 4 or 2, or ``group`` does not fill whole bytes.
@@ -57,7 +55,7 @@ class GroupedCodec:
 
     lossless = False
 
-    def __init__(self, bits: int, group: int = 32, axis: str = "channel", rotate: bool = False) -> None:
+    def __init__(self, bits: int, group: int = 32, axis: str = "channel", rotate_from: float = NEVER) -> None:
         per_byte = 8 // bits if bits in (2, 4) else 0
         if not per_byte:
             raise ValueError(f"bits={bits}: known are 4 and 2")
@@ -66,7 +64,7 @@ class GroupedCodec:
         if axis not in ("channel", "token"):
             raise ValueError(f"key_axis={axis!r}: known are 'channel' and 'token'")
         self.name = f"int{bits}"
-        self.bits, self.group, self.axis, self.rotate = bits, group, axis, rotate
+        self.bits, self.group, self.axis, self.rotate_from = bits, group, axis, rotate_from
         self.top = 2**bits - 1
 
     # -- storing -----------------------------------------------------------------------------------------------------
@@ -75,10 +73,7 @@ class GroupedCodec:
         batch, heads, tokens, width = x.shape
         if tokens % self.group:
             raise ValueError(f"{tokens} tokens are not whole groups of {self.group}")
-        x = x.float()
-        if self.rotate:
-            x = x @ rotation(width, x.device)
-        x = x.reshape(batch, heads, tokens // self.group, self.group, width)
+        x = turn(x.float(), self.rotate_from).reshape(batch, heads, tokens // self.group, self.group, width)
         low, high = self._range(x)
         step = torch.maximum((high - low) / self.top, torch.maximum(low.abs(), high.abs()) / FAR)
         step = _ceil_bfloat16(torch.where(step < 1e-37, 1.0, step))
@@ -90,19 +85,14 @@ class GroupedCodec:
         codes = self._unpack(state.codes)
         batch, heads, groups, group, width = codes.shape
         x = codes.add_(self._spread(state.zero.float(), width)).mul_(self._spread(state.scale.float(), width))
-        x = x.view(batch, heads, groups * group, width)
-        if self.rotate:
-            x = x @ rotation(width, x.device).T
-        return x.to(dtype)
+        return turn(x.view(batch, heads, groups * group, width), self.rotate_from, back=True).to(dtype)
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
     def scores(self, query: torch.Tensor, state: Grouped) -> torch.Tensor:
         codes = self._unpack(state.codes)  # [B, H, m, group, D]
         batch, heads, groups, group, width = codes.shape
-        rows = query.shape[2]
-        if self.rotate:
-            query = query @ rotation(width, query.device)
+        rows, query = query.shape[2], turn(query, self.rotate_from)
         scale, zero = state.scale.float(), state.zero.float()
         if self.axis == "channel":
             folded = query[:, :, None] * scale  # [B, H, m, M, D]
@@ -129,8 +119,7 @@ class GroupedCodec:
         for c, (start, stop) in enumerate(self._channels(width)):
             weighted = probs * step[..., c].unsqueeze(2)  # [B, H, M, n]
             pieces.append(weighted @ codes[..., start:stop] + weighted @ offset[..., c : c + 1])
-        out = torch.cat(pieces, -1)
-        return out @ rotation(width, out.device).T if self.rotate else out
+        return turn(torch.cat(pieces, -1), self.rotate_from, back=True)
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
@@ -171,20 +160,3 @@ def _ceil_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """The smallest bfloat16 that is at least x (x > 0, float32), as float32."""
     bits = x.view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
-
-
-@lru_cache(maxsize=32)
-def _rotation(width: int) -> torch.Tensor:
-    """Orthonormal [width, width] float32: Hadamard for the power of two in ``width``, a DCT for the odd rest."""
-    odd = width // (width & -width)
-    t = torch.arange(odd, dtype=torch.float64)
-    dct = torch.cos(math.pi / odd * (t[None, :] + 0.5) * t[:, None]) * math.sqrt(2 / odd)
-    dct[0] /= math.sqrt(2)
-    matrix = dct if odd > 1 else torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < width:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0) / math.sqrt(2)
-    return matrix.float()
-
-
-def rotation(width: int, device: torch.device) -> torch.Tensor:
-    return _rotation(width).to(device)

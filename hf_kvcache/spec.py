@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .codecs import ALIASES, CODECS, Codec, find_codec
+from .codecs import ALIASES, CODECS, NEVER, Codec, PerToken, find_codec
 from .lowbit import GroupedCodec
-from .retention import RETENTIONS, Retention, SinkWindow
+from .retention import RETENTIONS, Retention
 
 PLACEMENTS = ("device",)
 STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
@@ -95,8 +95,10 @@ def parse_part(part: str) -> tuple[str, list[Any], dict[str, Any]]:
     return name, args, options
 
 
-EIGHT_BITS = {"skip_layers": (), "sinks": 0, "residual": 0, "quantize_after": 0}
-LOW_BITS = {**EIGHT_BITS, "sinks": 4, "residual": 128, "group": 32, "rotate": None, "key_axis": "channel"}
+# rotate=: the head size from which rows are rotated. Small heads gain little, and stay easy to check by hand.
+ROTATE_FROM = {"auto": 64.0, "on": 1.0, "off": NEVER}
+EIGHT_BITS = {"skip_layers": (), "sinks": 0, "residual": 0, "quantize_after": 0, "rotate": "auto"}
+LOW_BITS = {**EIGHT_BITS, "sinks": 4, "residual": 128, "group": 32, "key_axis": "channel"}
 
 
 def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) -> Storage:
@@ -117,9 +119,8 @@ def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) ->
         value = options.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"storage {name!r}: {key}={value!r} is not an integer >= 0")
-    rotate = options.get("rotate")
-    if rotate not in (None, True, False, "on", "off", 0, 1):
-        raise ValueError(f"storage {name!r}: rotate={rotate!r}, known are on and off")
+    if options.get("rotate", "auto") not in ROTATE_FROM:
+        raise ValueError(f"storage {name!r}: rotate={options['rotate']!r}, known are {', '.join(ROTATE_FROM)}")
     codecs = [_codec(name, bits, side, options) for side in (0, 1)]
     text = ",".join(f"{key}={_text(value)}" for key, value in options.items() if value != defaults[key])
     plain = {key: options.get(key, 0) for key in ("skip_layers", "sinks", "residual", "quantize_after")}
@@ -138,14 +139,12 @@ def _bits(name: str) -> tuple[int, ...]:
 
 
 def _codec(name: str, bits: tuple[int, ...], side: int, options: dict[str, Any]) -> Codec:
-    if not bits:
-        return find_codec(name)
-    if bits[side] == 8:
-        return find_codec("int8")
-    rotate = options["rotate"]
-    rotate = bits[side] == 2 if rotate is None else rotate in (True, "on")
-    axis = options["key_axis"] if side == 0 else "token"
-    return GroupedCodec(bits[side], options["group"], axis, rotate)
+    rotate_from = ROTATE_FROM[options.get("rotate", "off")]
+    if bits and bits[side] != 8:
+        return GroupedCodec(bits[side], options["group"], options["key_axis"] if side == 0 else "token", rotate_from)
+    codec = find_codec("int8" if bits else name)
+    # Values have no large channels to spread: rotating them in 8 bits gains nothing.
+    return codec.rotated(rotate_from) if side == 0 and isinstance(codec, PerToken) else codec
 
 
 def _text(value: Any) -> str:
