@@ -288,7 +288,7 @@ class SinkWindowCache(KVCache):
         if reposition:
             raise ValueError("SinkWindowCache: reposition=True is not supported yet; kept keys keep their rotation")
         retention = SinkWindow(sinks, window)
-        super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))  # type: ignore[arg-type]
+        super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))
 
 
 def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:

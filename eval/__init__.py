@@ -1,0 +1,17 @@
+"""What did the cache cost me? Measured on your model and your text, always through the cache.
+
+One forward pass over a text never reads a compressed cache: its keys are the ones just computed. So
+everything here feeds tokens in steps, and every step attends to what the cache stored before it.
+
+| module | the question it answers |
+|---|---|
+| `models.py` | where do the model and the text come from? |
+| `contenders.py` | which cache does this name mean, and what does it hold? |
+| `scoring.py` | how far from the full cache are its predictions? |
+| `proofs.py` | would the harness notice if the cache did nothing, or broke everything? |
+| `records.py` | how do results survive a killed run? |
+| `memory.py` | how high did memory go? |
+| `speed.py` | how fast is a step, and which bytes had to move? |
+| `plots.py` | what does that look like? |
+| `quality.py` | the command `python -m eval quality` |
+"""
