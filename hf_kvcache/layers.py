@@ -35,7 +35,8 @@ class Run:
         self.key_codec, self.value_codec = key_codec, value_codec
         self.limit, self.pinned = limit, pinned
         self.keys, self.values = (
-            Slab(None if limit is None else limit // codec.group, pinned, phase) for codec in (key_codec, value_codec)
+            Slab(None if limit is None else limit // codec.group, pinned, phase, codec.group)
+            for codec in (key_codec, value_codec)
         )
 
     def __len__(self) -> int:

@@ -60,10 +60,11 @@ class Slab:
         limit: most tokens held; the oldest unpinned one is overwritten beyond it. ``None``: unbounded.
         pinned: the first ``pinned`` tokens are never overwritten.
         phase: shifts the moments of growth (the layer's index).
+        group: what the codec encodes together; a slab counts such groups as one token.
     """
 
-    def __init__(self, limit: int | None = None, pinned: int = 0, phase: int = 0) -> None:
-        self.limit, self.pinned, self.phase = limit, pinned, phase
+    def __init__(self, limit: int | None = None, pinned: int = 0, phase: int = 0, group: int = 1) -> None:
+        self.limit, self.pinned, self.phase, self.group = limit, pinned, phase, group
         self.state: State | None = None
         self.appended = 0  # tokens ever written
         self.capacity = 0
@@ -128,7 +129,7 @@ class Slab:
             return
         capacity = tokens
         if self.state is not None:
-            step = max(16, tokens // 128)
+            step = max(16 // self.group, tokens // 128, 1)
             capacity += step - STAGGER * self.phase % step
         if self.limit is not None:
             capacity = min(capacity, self.limit)
