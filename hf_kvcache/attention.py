@@ -18,6 +18,7 @@ turns into it at the first touch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,6 @@ class History(NamedTuple):
 
     parts: list[Part]
     visible: Visible | None  # None: all keys, up to the query's own token
-    first: bool  # nothing was stored before this update
     evicts: bool
     key_dtype: torch.dtype
     value_dtype: torch.dtype
@@ -274,10 +274,15 @@ def kvcache_attention(
     Returns:
         ([B, Q, Hq, Dv], None): attention weights are not kept.
     """
+    if torch.is_autocast_enabled(query.device.type):
+        with full_precision(query.device):
+            return kvcache_attention(
+                module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
+            )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     special = softcap is not None or s_aux is not None
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
-        key, value = _plain(key), _plain(value)
+        key, value = _plain(key, query.dtype), _plain(value, query.dtype)
         if not special:
             return compat.sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
@@ -289,7 +294,7 @@ def kvcache_attention(
         parts, visible = [Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))], None
     else:
         history = key.history
-        if history.evicts and history.first and attention_mask is not None and _has_pads(attention_mask):
+        if history.evicts and history.visible is None and attention_mask is not None and _has_pads(attention_mask):
             raise ValueError(PADDED)
         parts, visible = history.parts, history.visible
     bias = kwargs.get("position_bias")
@@ -306,7 +311,7 @@ def kvcache_attention(
         mask = None if mask is None else visible.by_slot(mask)
     elif mask is None and causal and queries > 1:
         if queries == tokens and not special:
-            plain_key, plain_value = _plain(key), _plain(value)
+            plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
     out = attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
@@ -344,12 +349,20 @@ def register() -> None:
     compat.AttentionMaskInterface.register(NAME, kvcache_mask)
 
 
-def _plain(states: Any) -> torch.Tensor:
-    return states.plain() if isinstance(states, Stored) else states
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off: codes and scores need the precision they are computed in."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _plain(states: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Plain tensors in the query's dtype, to which autocast would bring them."""
+    return (states.plain() if isinstance(states, Stored) else states).to(dtype)
 
 
 def _has_pads(mask: torch.Tensor) -> bool:
-    """Whether a mask over a first chunk hides a token from the last query."""
+    """Whether a mask hides a token from the last query."""
     last = mask[..., -1, :]
     return not bool((last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).all())
 

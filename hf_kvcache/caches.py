@@ -20,7 +20,8 @@ import torch
 
 from . import compat
 from . import spec as specs
-from .layers import KVLayer, WindowLayer
+from .layers import KVLayer, WindowLayer, position_ids
+from .masked import FED_TWICE
 from .retention import SinkWindow
 
 
@@ -71,7 +72,14 @@ class KVCache(compat.Cache):
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
         super().__init__(layers=self._make_layers())
+        attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
+        self._first = attends.index(True)
+        self._start()
+
+    def _start(self) -> None:
+        """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
+        self._last_position = 0
 
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)
@@ -128,10 +136,8 @@ class KVCache(compat.Cache):
     @property
     def spec(self) -> str:
         """The canonical string that ``from_spec`` turns into a cache like this one."""
-        parts = [self.storage.spec]
-        if self.retention.evicts:
-            parts.append(self.retention.spec)
-        return "+".join(parts)
+        parts = [self.storage.spec, self.retention.spec, self.placement]
+        return "+".join(part for part in parts if part not in ("full", "all", "device")) or "full"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec}, {len(self)} layers, {self.get_seq_length()} tokens seen)"
@@ -147,9 +153,22 @@ class KVCache(compat.Cache):
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
-        if layer_idx == 0:
+        if layer_idx == self._first:
             self._raise_if_suspect()
+            self._check_positions(position_ids(args, kwargs), key_states.shape[2])
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _check_positions(self, positions: torch.Tensor | None, new: int) -> None:
+        """A prompt that is fed twice comes with positions that were seen before."""
+        if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
+            return
+        if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
+            self._last_position += 1
+            return
+        first, last = positions[:, [0, -1]].amax(0).tolist()
+        if first <= self._last_position and self._last_position > 0:  # position 0 again and again: pads
+            raise ValueError(FED_TWICE)
+        self._last_position = last
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
@@ -161,13 +180,21 @@ class KVCache(compat.Cache):
                 layer.peaks = None
 
     def _check_encoder_decoder(self, layer_idx: int) -> None:
-        """Cross-attention comes with the same layer number right after self-attention: it must not land here."""
-        if layer_idx == self._last_updated and len(self.layers) > 1:
+        """Cross-attention comes with the same layer number right after self-attention: it must not land here.
+
+        With one layer that is so in every forward, too; but each forward asks for the mask's size first.
+        """
+        if layer_idx == self._last_updated:
             raise ValueError(
                 "an encoder-decoder model needs a cache for cross-attention too: pass "
                 "EncoderDecoderCache(cache, DynamicCache(config=model.config))"
             )
         self._last_updated = layer_idx
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
+        self._last_updated = None
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Per layer: decoded keys, decoded values, and the window of a sliding layer."""
@@ -194,10 +221,22 @@ class KVCache(compat.Cache):
             raise ValueError(f"rollback({tokens}): the cache has seen {seen} tokens")
         self.crop(-tokens)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens, in all layers or (when one must refuse) in none.
+
+        Raises:
+            ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
+        """
+        for layer in self.layers:
+            if isinstance(layer, (KVLayer, WindowLayer)):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        self._last_position = max(self._last_position + tokens_to_remove, 0)
+
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
         super().reset()
-        self._last_updated = None
+        self._start()
 
     def fork(self) -> KVCache:
         """An independent copy that continues from here."""

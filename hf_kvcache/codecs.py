@@ -92,6 +92,7 @@ class PerToken:
     lossless, group, rotate_from = False, 1, NEVER
     limit: float  # largest code
 
+    @lru_cache  # noqa: B019 (one entry per format and head size, for good)
     def rotated(self, rotate_from: float) -> PerToken:
         """The same codec on rows that are rotated from this head size on."""
         other = copy(self)

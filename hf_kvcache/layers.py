@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
-from .attention import NAME, History, Part, Stored
+from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS, Codec
-from .masked import ASK_FOR_OURS, FED_TWICE, Visible
+from .masked import ASK_FOR_OURS, Visible
 from .retention import Retention
 from .spec import Storage
 from .store import Slab, concat, slot_tokens
@@ -127,7 +127,6 @@ class KVLayer(compat.CacheLayerMixin):
         self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
         self.tail = Run(full, full)
         self.seen = 0
-        self.last_position = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)
@@ -191,15 +190,13 @@ class KVLayer(compat.CacheLayerMixin):
                 into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
         self._check(key_states, value_states)
-        positions = _position_ids(args, kwargs)
-        if self.index == 0 and positions is not None:
-            self._check_positions(positions, key_states.shape[2])
+        positions = position_ids(args, kwargs)
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         fresh = not self.is_initialized
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
-            with torch.no_grad():
+            with torch.no_grad(), full_precision(key_states.device):
                 history = self._append(key_states, value_states, with_grad, positions is not None)
         except BaseException:
             if fresh:  # a refused first update leaves nothing behind
@@ -208,7 +205,7 @@ class KVLayer(compat.CacheLayerMixin):
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
-        first, new = self.seen == 0, keys.shape[2]
+        new = keys.shape[2]
         layout = self._layout(new, ordered)
         visible = self._visible(layout, new, ordered, positions_known)
         own = max(layout.sinks - self.seen, 0)  # of the new tokens, those that are sinks
@@ -232,7 +229,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += new
         runs = (self.sinks.part() if layout.sinks else None, sealed, raw)
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return History(parts, visible, first, self.retention.evicts, *self.dtypes)
+        return History(parts, visible, self.retention.evicts, *self.dtypes)
 
     def _seal(self, plain: Part, layout: Layout) -> Part:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
@@ -253,8 +250,8 @@ class KVLayer(compat.CacheLayerMixin):
         plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
         needed = layout.doubled or (full_window and not plain_ring)
         # Under stock attention keys also look at the mask, for what nothing else can show: pads, a prompt fed twice.
-        again = seen and (new == seen == 1 or (new > 1 and not positions_known))
-        watch = attention != NAME and (again or (retention.evicts and not seen))
+        again = seen and new > 1 and not positions_known
+        watch = attention != NAME and (again or retention.evicts)
         if not needed and not watch:
             return None
         if needed and new > 1 and attention not in (*MASKABLE, NAME, None):
@@ -349,16 +346,22 @@ class KVLayer(compat.CacheLayerMixin):
         """Remove the last ``-tokens_to_remove`` tokens.
 
         Raises:
-            ValueError: a positive number, or the tokens that would come back are evicted.
+            ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass minus the number of tokens to remove, crop(-{tokens_to_remove})"
-            )
-        remove = min(-tokens_to_remove, self.seen)
-        if not remove:
+        self.check_crop(tokens_to_remove)
+        left = max(self.seen + tokens_to_remove, 0)
+        self.seen = left
+        self.sinks.truncate(left)
+        self.tail.truncate(max(left - self.boundary(left), 0))
+        if not self.storage.has_tail:
+            self.sealed.truncate(max(left - self.apart, 0))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        refuse_positive(tokens_to_remove)
+        if not tokens_to_remove:
             return
-        evicted, left = self.seen - self.kept, self.seen - remove
+        evicted, left = self.seen - self.kept, max(self.seen + tokens_to_remove, 0)
         if evicted:
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} has evicted {evicted} tokens, and a rollback would need "
@@ -369,11 +372,6 @@ class KVLayer(compat.CacheLayerMixin):
                 f"crop({tokens_to_remove}): layer {self.index} has sealed tokens since, {len(self.tail)} are plain; "
                 "fork() the cache before the tokens that may be taken back, or use storage 'int8'"
             )
-        self.seen = left
-        self.sinks.truncate(left)
-        self.tail.truncate(max(left - self.boundary(left), 0))
-        if not self.storage.has_tail:
-            self.sealed.truncate(max(left - self.apart, 0))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""
@@ -429,18 +427,6 @@ class KVLayer(compat.CacheLayerMixin):
                     f"layer {self.index} holds {name} of {dtype}, got {states.dtype}: keep one dtype, or reset()"
                 )
 
-    def _check_positions(self, position_ids: torch.Tensor, new: int) -> None:
-        """A prompt that is fed twice starts again at position 0, although a later position was seen."""
-        if position_ids.dim() != 2 or position_ids.shape[1] != new or not new:
-            return
-        if new == 1 and position_ids.is_cuda:  # a look would wait for the device in every decode step
-            self.last_position = max(self.last_position, 1)
-            return
-        first, last = position_ids[:, [0, -1]].amax(0).tolist()
-        if self.seen and first == 0 and self.last_position > 0:
-            raise ValueError(FED_TWICE)
-        self.last_position = last
-
     def _check_finite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One maximum per side. Elsewhere than on a CPU, looking at it now would wait for the device in every layer:
         the cache looks once per forward, at the next one (``raise_if_suspect``)."""
@@ -468,6 +454,32 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
     def reset(self) -> None:
         self.__init__(self.sliding_window)  # type: ignore[misc]
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As stock, but the window is no view that keeps a long prompt alive."""
+        out = super().update(key_states, value_states, *args, **kwargs)
+        keys, values = self.keys, self.values
+        if keys is not None and values is not None and keys.untyped_storage().nbytes() > 2 * keys.nbytes:
+            self.keys, self.values = keys.clone(), values.clone()
+        return out
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        refuse_positive(tokens_to_remove)
+        if tokens_to_remove and self.get_seq_length() >= self.sliding_window and not self.record_past:
+            raise ValueError(
+                f"crop({tokens_to_remove}): a sliding layer has dropped tokens beyond its window of "
+                f"{self.sliding_window}; call cache.activate_past_recording() before the tokens that may be taken back"
+            )
+
+
+def refuse_positive(tokens_to_remove: int) -> None:
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"crop({tokens_to_remove}): pass minus the number of tokens to remove, crop(-{tokens_to_remove})"
+        )
+
 
 def join(first: Part, second: Part) -> Part:
     """Two runs of the same codecs as one."""
@@ -475,7 +487,7 @@ def join(first: Part, second: Part) -> Part:
     return first._replace(keys=keys, values=values)
 
 
-def _position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """``update`` is called with nothing more, with a dict in third place, or with ``kwargs={...}``."""
     extra = kwargs.get("kwargs") or next((a for a in args if isinstance(a, dict)), None) or kwargs
     found = extra.get("position_ids") if isinstance(extra, dict) else None

@@ -72,7 +72,7 @@ class Visible(NamedTuple):
         own = min(total, mask.shape[-1]) - 1
         if not allowed[..., -1, own].any():
             raise ValueError(FED_TWICE)
-        if self.evicts and not self.query and not allowed[..., -1, :total].all():
+        if self.evicts and not allowed[..., -1, :total].all():
             raise ValueError(PADDED)
         if not self.doubled:
             return mask

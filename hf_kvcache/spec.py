@@ -153,7 +153,7 @@ def _text(value: Any) -> str:
 
 def retention(part: str | Retention) -> Retention:
     """The retention that a part names; ``ValueError`` for an unknown name or option."""
-    if not isinstance(part, str):
+    if isinstance(part, Retention):
         return part
     name, args, options = parse_part(part)
     if name not in RETENTIONS:
@@ -188,6 +188,8 @@ def _indices(layers: int | str | Sequence[int]) -> tuple[int, ...] | str:
         return "ends"
     if isinstance(layers, str):
         layers = [_value(item) for item in layers.split("|") if item]
+    if not isinstance(layers, (int, list, tuple, set, frozenset, range)):
+        raise ValueError(f"skip_layers={layers!r}: give layer numbers, or 'ends'")
     layers = (layers,) if isinstance(layers, int) else tuple(layers)
     for index in layers:
         if isinstance(index, bool) or not isinstance(index, int):
