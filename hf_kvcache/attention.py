@@ -9,6 +9,7 @@ Query heads that share a KV head are rows of one matrix product, so keys and val
 block by block into float32; no float copy of the history exists. Softmax and accumulation are float32.
 
     attend_reference   decode everything, float32, one line of mathematics: what the others are tested against
+    attend_triton      CUDA, decode: see ``triton_decode``
     attend_torch       any device; workspace bounded by BLOCK values of codes and ROWS of scores
 
 A model that does anything else with a handle (expands latents, casts, slices) gets the dequantized tensor: a handle
@@ -17,8 +18,10 @@ turns into it at the first touch.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,7 @@ from .store import narrow
 NAME = "kvcache"
 BLOCK = 1 << 20  # float32 values that codes are cast to at a time: 4 MiB
 ROWS = 1 << 22  # float32 scores at a time: 16 MiB
+SMALL = 16  # queries that the Triton kernels take at most
 
 
 class Part(NamedTuple):
@@ -126,6 +130,31 @@ class Stored:
             return value.plain() if isinstance(value, Stored) else value
 
         return func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()})
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether the Triton kernels can be imported; looked up once."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def attend(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    visible: Visible | None = None,
+) -> torch.Tensor:
+    """``attend_torch``, or on CUDA the Triton kernels for what they can do (decode). Same arguments, same result."""
+    if query.is_cuda and has_triton() and query.shape[2] <= SMALL:
+        from . import triton_decode
+
+        joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
+        if triton_decode.supports(query, parts, joined, softcap, s_aux):
+            return triton_decode.attend_triton(query, parts, scaling, joined, softcap, s_aux)
+    return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
 
 
 def attend_reference(
@@ -314,7 +343,7 @@ def kvcache_attention(
             plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
-    out = attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
+    out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
     return out.transpose(1, 2).contiguous(), None
 
 

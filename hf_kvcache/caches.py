@@ -71,6 +71,7 @@ class KVCache(compat.Cache):
         self.storage = specs.storage(storage, skip_layers)
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
+        self._refuse_position_bias()
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
         self._first = attends.index(True)
@@ -80,6 +81,15 @@ class KVCache(compat.Cache):
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
         self._last_position = 0
+
+    def _refuse_position_bias(self) -> None:
+        """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
+        bias = compat.position_bias(self.config)
+        if bias and (self.retention.evicts or self.storage.has_tail):
+            raise ValueError(
+                f"{self.spec!r} is not supported for {type(self.config).__name__}, which biases scores by key position "
+                f"({bias}): use retention 'all' with storage 'full', 'int8' or 'fp8'"
+            )
 
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)

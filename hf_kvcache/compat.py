@@ -35,6 +35,7 @@ __all__ = [
     "cache_argument",
     "is_plain_full_attention",
     "is_stock_layer",
+    "position_bias",
     "sdpa_attention_forward",
     "sdpa_mask",
     "stock_layers",
@@ -54,6 +55,14 @@ def stock_layers(config: Any) -> list[Any]:
             f"layer type {error.args[0]!r} of {type(config).__name__} has no cache in this transformers: "
             "update transformers, or use the cache class that the model brings"
         ) from None
+
+
+def position_bias(config: Any) -> str:
+    """How this model biases scores by position, "" if it does not."""
+    attention = getattr(config, "attn_config", None)
+    if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+        return "ALiBi"
+    return "relative attention" if getattr(config, "relative_attention_num_buckets", 0) else ""
 
 
 def is_plain_full_attention(layer: Any) -> bool:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
-from .attention import NAME, History, Part, Stored, full_precision
-from .codecs import CODECS, Codec
+from .attention import NAME, History, Part, Stored, full_precision, has_triton
+from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
 from .retention import Retention
 from .spec import Storage
@@ -52,6 +52,22 @@ class Run:
     def append(self, part: Part) -> None:
         self.keys.append(part.keys)
         self.values.append(part.values)
+
+    def fuses(self, plain: Part) -> bool:
+        """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
+        codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
+        return codecs and plain.keys.values.is_cuda and self.keys.state is not None and has_triton()
+
+    def append_one(self, plain: Part) -> None:
+        """Encode one token straight into its slot."""
+        from .triton_decode import append_quantized
+
+        for slab, codec, states in (
+            (self.keys, self.key_codec, plain.keys.values),
+            (self.values, self.value_codec, plain.values.values),
+        ):
+            slot = slab.open_slot()
+            append_quantized(states, slab.state, slot, codec)  # type: ignore[arg-type]
 
     def replace(self, part: Part) -> None:
         for slab in self.slabs:
@@ -233,6 +249,9 @@ class KVLayer(compat.CacheLayerMixin):
 
     def _seal(self, plain: Part, layout: Layout) -> Part:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
+        if layout.seal == 1 and not layout.joins and self.sealed.fuses(plain):
+            self.sealed.append_one(plain)
+            return self.sealed.part()
         encoded = self.sealed.encode(plain.keys.values, plain.values.values)
         joined = None
         if layout.joins:
@@ -349,6 +368,8 @@ class KVLayer(compat.CacheLayerMixin):
             ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
         """
         self.check_crop(tokens_to_remove)
+        if not tokens_to_remove:
+            return
         left = max(self.seen + tokens_to_remove, 0)
         self.seen = left
         self.sinks.truncate(left)

@@ -16,6 +16,7 @@ A decode step needs none of this (one query sees all that is held) and gets plai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
 KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__".split())
+# What a model does to keys that are not keys yet (latents): the mask cannot follow.
+BREAKS_KEYS = set("linear split split_with_sizes chunk tensor_split cat concat stack einsum".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
 KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__ __radd__ tanh to float".split())
 
@@ -94,7 +97,7 @@ class MaskedStates(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        carriers = [a for a in (*args, *kwargs.values()) if isinstance(a, MaskedStates) and hasattr(a, "visible")]
+        carriers = [a for a in _leaves((args, kwargs)) if isinstance(a, MaskedStates) and hasattr(a, "visible")]
         if not carriers:
             return super().__torch_function__(func, types, args, kwargs)
         carrier, name = min(carriers, key=lambda a: a.kind), func.__name__  # keys, scores, values
@@ -105,18 +108,18 @@ class MaskedStates(torch.Tensor):
                 return carrier._score(func, args, kwargs)
             if name == "__getitem__" and carrier._cuts_slots(args[1]):
                 return carrier
-            out = func(*map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+            out = func(*_map(_plain, args), **_map(_plain, kwargs))
             if name in KEEPS_STATES and isinstance(out, torch.Tensor):
                 return cls.wrap(out, carrier.visible, carrier.kind)
             if carrier.kind == "values":
                 return out
-            if name in MAKES_SCORES and out.shape[-2:] == (
-                carrier.visible.queries,
-                len(carrier.visible.since),
-            ):
+            if name in MAKES_SCORES and out.shape[-2:] == (carrier.visible.queries, len(carrier.visible.since)):
                 return cls.wrap(out, carrier.visible, "scores")
-            if name in MAKES_SCORES or name == "einsum":
-                raise ValueError(f"{name} on keys with a window cannot be masked: {ASK_FOR_OURS}")
+            if name in MAKES_SCORES or name in BREAKS_KEYS:
+                raise ValueError(
+                    f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
+                    "feed token by token, or use retention 'all' with storage 'full', 'int8' or 'fp8'"
+                )
             return out
 
     def _cuts_slots(self, index: Any) -> bool:
@@ -144,7 +147,7 @@ class MaskedStates(torch.Tensor):
         """Scaling, capping and adding a mask keep scores what they are; anything else sees hidden ones as -inf."""
         if func.__name__ not in KEEPS_SCORES:
             hidden = _plain(self).masked_fill(~self.visible.rows(), float("-inf"))
-            return func(*(hidden if a is self else a for a in args), **kwargs)
+            return func(*_map(lambda a: hidden if a is self else a, args), **kwargs)
         others = [a if a is self else self._operand(a) for a in args]
         return MaskedStates.wrap(func(*map(_plain, others), **kwargs), self.visible, "scores")
 
@@ -159,3 +162,18 @@ class MaskedStates(torch.Tensor):
 
 def _plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, MaskedStates) else value
+
+
+def _map(fn: Callable[[Any], Any], values: Any) -> Any:
+    """``fn`` over the leaves of nested lists, tuples and dicts."""
+    if isinstance(values, dict):
+        return {key: _map(fn, value) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(_map(fn, value) for value in values)
+    return fn(values)
+
+
+def _leaves(values: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(found.append, values)
+    return found

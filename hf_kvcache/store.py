@@ -25,7 +25,7 @@ import torch
 
 from .codecs import State
 
-# The next growth of slab number i comes this many rows earlier than that of slab 0, so that the layers of a model do
+# The first growth of slab number i comes this many rows earlier than that of slab 0, so that the layers of a model do
 # not all copy in the same decode step.
 STAGGER = 7
 
@@ -68,6 +68,7 @@ class Slab:
         self.state: State | None = None
         self.appended = 0  # tokens ever written
         self.capacity = 0
+        self.grown = False
 
     def __len__(self) -> int:
         return self.appended if self.limit is None else min(self.appended, self.limit)
@@ -107,6 +108,17 @@ class Slab:
             self._append_ring(state, n, self.limit)
         self.appended += n
 
+    def open_slot(self) -> int:
+        """Room for one more token, counted as appended: the slot that the caller now writes."""
+        assert self.state is not None
+        if self.limit is None or self.appended < self.limit:
+            self._reserve(self.appended + 1, self.state)
+            slot = self.appended
+        else:
+            slot = self.pinned + (self.appended - self.pinned) % (self.limit - self.pinned)
+        self.appended += 1
+        return slot
+
     def _append_ring(self, state: Any, n: int, limit: int) -> None:
         ring = limit - self.pinned
         self._reserve(min(self.appended + n, limit), state)
@@ -130,7 +142,8 @@ class Slab:
         capacity = tokens
         if self.state is not None:
             step = max(16 // self.group, tokens // 128, 1)
-            capacity += step - STAGGER * self.phase % step
+            capacity += step - (0 if self.grown else STAGGER * self.phase % step)
+            self.grown = True
         if self.limit is not None:
             capacity = min(capacity, self.limit)
         # Plain tensors even under inference_mode: one made there could not be written to outside of it.
@@ -152,7 +165,7 @@ class Slab:
             self.state = map_state(self.state, fn)
 
     def clear(self) -> None:
-        self.state, self.appended, self.capacity = None, 0, 0
+        self.state, self.appended, self.capacity, self.grown = None, 0, 0, False
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes by part: payload (codes or plain values), scales, and rows not yet used."""
