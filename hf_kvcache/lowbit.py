@@ -113,12 +113,15 @@ class GroupedCodec:
         if self.axis == "channel":
             return probs @ self.decode(state, torch.float32)
         codes = self._unpack(state.codes).flatten(2, 3)  # [B, H, n, D]
-        width = codes.shape[-1]
-        step, offset = state.scale.float().flatten(2, 3), state.zero.float().flatten(2, 3)  # [B, H, n, C]
-        pieces = []
-        for c, (start, stop) in enumerate(self._channels(width)):
-            weighted = probs * step[..., c].unsqueeze(2)  # [B, H, M, n]
-            pieces.append(weighted @ codes[..., start:stop] + weighted @ offset[..., c : c + 1])
+        rows, width = probs.shape[2], codes.shape[-1]
+        step, offset = (t.float().flatten(2, 3).transpose(-1, -2) for t in (state.scale, state.zero))  # [B, H, C, n]
+        weighted = (probs.unsqueeze(2) * step.unsqueeze(3)).flatten(2, 3)  # [B, H, C * M, n]
+        # One product for all channel groups, of which each keeps its own columns: faster than C strided ones.
+        mixed = (weighted @ codes).unflatten(2, (-1, rows))  # [B, H, C, M, D]
+        shift = (weighted.unflatten(2, (-1, rows)) * offset.unsqueeze(3)).sum(-1, keepdim=True)
+        pieces = [
+            mixed[:, :, c, :, start:stop] + shift[:, :, c] for c, (start, stop) in enumerate(self._channels(width))
+        ]
         return turn(torch.cat(pieces, -1), self.rotate_from, back=True)
 
     # -- layout ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ Under ``TRITON_INTERPRET=1`` everything runs on the CPU, in float32: the interpr
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -436,6 +437,18 @@ def attend_triton(
 ) -> torch.Tensor:
     """``attend_reference`` in Triton, for decode. Same arguments, same result; ask ``supports`` first."""
     assert supports(query, parts, mask, softcap, s_aux), "attend_triton: ask supports() first"
+    with _current(query.device):
+        return _attend(query, parts, scaling, mask, softcap, s_aux)
+
+
+def _attend(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
     batch, query_heads, queries, _ = query.shape
     heads, width = parts[0].keys[0].shape[1], parts[0].values[0].shape[3]
     rows = query_heads // heads * queries
@@ -505,6 +518,11 @@ def _tiles_of(part: Part, rows: int, query: torch.dtype) -> Tiles:
     itemsize = 4 if query == torch.float32 else max(keys.element_size(), values.element_size())
     planes = (4 if isinstance(state, Scaled) else 1 for state in (part.keys, part.values))
     return tile_sizes(keys.shape[3], values.shape[3], *planes, itemsize, rows)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which is another one where a model is spread over several."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
@@ -618,8 +636,9 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
         x = x.contiguous()
     count, block = batch * heads * tokens, _block(width)
     rows = max(1, 1024 // block)
-    _append_kernel[(-(-count // rows),)](
-        x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),  # type: ignore[attr-defined]
-        *x.stride()[:3], *codes.stride()[:3], *scale.stride()[:2], width, block, rows, codec.name,
-        x.is_cuda,  # there, torch divides by a number by multiplying with its reciprocal
-    )  # fmt: skip
+    with _current(x.device):
+        _append_kernel[(-(-count // rows),)](
+            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),  # type: ignore[attr-defined]
+            *x.stride()[:3], *codes.stride()[:3], *scale.stride()[:2], width, block, rows, codec.name,
+            x.is_cuda,  # there, torch divides by a number by multiplying with its reciprocal
+        )  # fmt: skip
