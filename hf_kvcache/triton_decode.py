@@ -29,7 +29,7 @@ second kernel cannot tell parts from splits, and joins all of them exactly:
 product does not care about the order of its terms, so scores are the sum of four products of a plane of the query
 with a plane of the codes, and outputs are four tiles that interleave when stored. Nothing is ever shuffled between
 threads byte by byte, which 8-bit operands would otherwise need for the values (their tokens are the summed axis).
-A format with more codes to a word (int4: 8 planes, int2: 16) adds its line to ``_plane`` and ``_planes``; one with
+A format with more codes to a word (int4: 8 planes, int2: 16) adds its line to ``_plane`` and ``_words``; one with
 scales per channel multiplies the query by them.
 
 *Numbers.* All 8-bit codes are exact in float16, which tensor cores multiply into float32 sums. To stay in range
@@ -61,7 +61,8 @@ MAX_QUERIES = 16
 MAX_ROWS = 128  # more rows are a prefill, which is bound by arithmetic: not what these kernels are for
 MAX_WIDTH = 256
 MERGE_SPLITS = 32  # splits that the second kernel reads at a time
-MAX_ROWS_FLOAT32 = 32  # products in float32 take more registers
+FEW_ROWS = 32  # what every GPU since Ampere has room for, in float32 too: 99 KB of shared memory at most
+ROOM_FOR_MANY = 170_000  # bytes of shared memory that one program of MAX_ROWS rows may need
 BLOCK_BYTES = 1 << 13  # keys and values of one block, per warp: 12 warps with three blocks in flight fill an SM
 WARPS_PER_SM = 12
 MIN_BLOCKS = 2  # see ``split_sizes``
@@ -402,8 +403,8 @@ def supports(
     heads = parts[0].keys[0].shape[1]
     if not (query.is_cuda or INTERPRETED) or query.dtype not in FLOATS or query.stride(3) != 1:
         return False
-    most_rows = MAX_ROWS_FLOAT32 if query.dtype == torch.float32 else MAX_ROWS
-    if not 0 < queries <= MAX_QUERIES or query_heads % heads or query_heads // heads * queries > most_rows:
+    rows = query_heads // heads * queries
+    if not 0 < queries <= MAX_QUERIES or query_heads % heads or rows > _most_rows(query.device, query.dtype):
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.device != query.device):
         return False
@@ -523,6 +524,18 @@ def _tiles_of(part: Part, rows: int, query: torch.dtype) -> Tiles:
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device, which is another one where a model is spread over several."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _most_rows(device: torch.device, dtype: torch.dtype) -> int:
+    """Rows that one program can hold; none before Ampere, which has no bfloat16 and no asynchronous copies."""
+    few = dtype == torch.float32
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if properties.major < 8:
+            return 0
+        few = few or getattr(properties, "shared_memory_per_block_optin", 0) < ROOM_FOR_MANY
+    return FEW_ROWS if few else MAX_ROWS
 
 
 @cache

@@ -130,6 +130,9 @@ class ReferenceLayer(DynamicLayer):
             return list(range(total))
         return [t for t in range(total) if t < self.sinks or seen - t < self.window]
 
+    def reset(self):
+        self.__init__(self.storage, self.sinks, self.window)  # older ones only zero what they hold
+
     def get_mask_sizes(self, query_length):  # noqa: ANN001
         seen = self.get_seq_length()
         held = len(self.positions(seen, query_length))

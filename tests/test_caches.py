@@ -464,9 +464,11 @@ def test_rollback_with_past_recording_is_exact(config, remove):
     cache.crop(-remove)
     feed(model, ids, direct)
     direct.activate_past_recording()
-    feed(model, prompt(3, seed=8)[:, : 3 - remove], direct) if remove < 3 else None
-    new = prompt(3, seed=4)
-    close(feed(model, new, cache, 1), feed(model, new, direct, 1), 1e-4)
+    if remove < 3:
+        feed(model, prompt(3, seed=8)[:, : 3 - remove], direct)
+        direct.crop(0)
+    new = prompt(3, seed=4)  # in one piece: before 5.24 a recording window wants a crop after every forward
+    close(feed(model, new, cache), feed(model, new, direct), 1e-4)
 
 
 @every_pair
@@ -824,8 +826,9 @@ def test_b99_a_compiled_forward_keeps_no_cache(spec, attention):
     compiled = torch.compile(model, backend="eager")
     for seed in (1, 2):
         ids = prompt(12, seed=seed)
-        expected = feed(model, ids, cache_for(model, spec), 6)
-        close(feed(compiled, ids, cache_for(model, spec), 6), expected, 2e-2 if "8" in spec else 1e-4)
+        chunk = 6 if spec == "int8" else 12  # every further shape is compiled again, which takes seconds
+        expected = feed(model, ids, cache_for(model, spec), chunk)
+        close(feed(compiled, ids, cache_for(model, spec), chunk), expected, 2e-2 if "8" in spec else 1e-4)
 
 
 # -- invariant 3 of accounting: every byte counts ----------------------------------------------------------------------
