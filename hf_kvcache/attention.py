@@ -277,6 +277,8 @@ def _blocks(part: Part) -> list[Part]:
         return [part]
     tokens, group, shape = part.tokens, part.group, part.keys[0].shape
     count = max(-(-shape[0] * shape[1] * tokens * shape[-1] // BLOCK), 2 if tokens > 1024 else 1)
+    if count == 1:
+        return [part]
     size = max(-(-tokens // (count * group)), 1) * group
     return [part.block(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
 

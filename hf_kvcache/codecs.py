@@ -107,24 +107,27 @@ class PerToken:
         return Scaled(self.to_codes(x / scale), scale)
 
     def decode(self, state: Scaled, dtype: torch.dtype) -> torch.Tensor:
-        codes, unit = self.to_float(state.codes)
-        return turn(codes.mul_(state.scale * unit), self.rotate_from, back=True).to(dtype)
+        codes, scale = self.to_float(state.codes), self.unit_scale(state)
+        return turn(codes.mul_(scale), self.rotate_from, back=True).to(dtype)
 
     def scores(self, query: torch.Tensor, state: Scaled) -> torch.Tensor:
-        codes, unit = self.to_float(state.codes)
-        dots = turn(query, self.rotate_from) @ codes.transpose(-1, -2)
-        return dots.mul_((state.scale * unit).transpose(-1, -2))
+        dots = turn(query, self.rotate_from) @ self.to_float(state.codes).transpose(-1, -2)
+        return dots.mul_(self.unit_scale(state).transpose(-1, -2))
 
     def mix(self, probs: torch.Tensor, state: Scaled) -> torch.Tensor:
-        codes, unit = self.to_float(state.codes)
-        return turn((probs * (state.scale * unit).transpose(-1, -2)) @ codes, self.rotate_from, back=True)
+        weighted = probs * self.unit_scale(state).transpose(-1, -2)
+        return turn(weighted @ self.to_float(state.codes), self.rotate_from, back=True)
 
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def to_float(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """A fresh float32 tensor and the number to multiply it with to get the codes' values, exactly."""
-        return codes.float(), 1.0
+    def to_float(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes as a fresh float32 tensor, up to the power of two that ``unit_scale`` puts back."""
+        return codes.float()
+
+    def unit_scale(self, state: Scaled) -> torch.Tensor:
+        """What ``to_float`` has to be multiplied with, [B, H, n, 1]."""
+        return state.scale
 
 
 class Int8(PerToken):
@@ -148,15 +151,19 @@ class Float8(PerToken):
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         return x.clamp_(-self.limit, self.limit).to(self.dtype).view(torch.uint8)
 
-    def to_float(self, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def to_float(self, codes: torch.Tensor) -> torch.Tensor:
         if codes.device.type != "cpu":
-            return codes.view(self.dtype).float(), 1.0
+            return codes.view(self.dtype).float()
         # The CPU cast is scalar code. Both formats are a float16 with bits missing, so bits are moved instead: e5m2
         # lacks the low eight; e4m3 also has a bias smaller by 8, which leaves the value times 2**-8 (subnormals too).
         bits = codes.view(torch.int8).to(torch.int16)
         if self.dtype == torch.float8_e5m2:
-            return bits.bitwise_left_shift_(8).view(torch.float16).float(), 1.0
-        return bits.bitwise_left_shift_(7).bitwise_and_(-16512).view(torch.float16).float(), 256.0
+            return bits.bitwise_left_shift_(8).view(torch.float16).float()
+        return bits.bitwise_left_shift_(7).bitwise_and_(-16512).view(torch.float16).float()
+
+    def unit_scale(self, state: Scaled) -> torch.Tensor:
+        moved = self.dtype == torch.float8_e4m3fn and state.codes.device.type == "cpu"
+        return state.scale * 256.0 if moved else state.scale
 
 
 @lru_cache(maxsize=32)
@@ -172,15 +179,11 @@ def _rotation(width: int) -> torch.Tensor:
     return matrix.float()
 
 
+@lru_cache(maxsize=64)
 def rotation(width: int, device: torch.device | str) -> torch.Tensor:
     """The orthonormal matrix ``[width, width]`` float32 that rows are multiplied with."""
     with torch.inference_mode(False):
-        return _rotation(width) if str(device) == "cpu" else _rotation_on(width, str(device))
-
-
-@lru_cache(maxsize=64)
-def _rotation_on(width: int, device: str) -> torch.Tensor:
-    return _rotation(width).to(device)
+        return _rotation(width).to(device)
 
 
 def turn(x: torch.Tensor, rotate_from: float, back: bool = False) -> torch.Tensor:
