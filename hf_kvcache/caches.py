@@ -20,8 +20,8 @@ import torch
 
 from . import compat
 from . import spec as specs
-from .layers import KVLayer, WindowLayer, position_ids
-from .masked import FED_TWICE
+from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
+from .masked import FED_TWICE, watched
 from .retention import SinkWindow
 
 
@@ -166,7 +166,13 @@ class KVCache(compat.Cache):
         if layer_idx == self._first:
             self._raise_if_suspect()
             self._check_positions(position_ids(args, kwargs), key_states.shape[2])
-        return layer.update(key_states, value_states, *args, **kwargs)
+        seen, new = getattr(layer, "cumulative_length", 0), key_states.shape[2]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if isinstance(layer, WindowLayer) and layer_idx == self._first and seen and new > 1:
+            # Without position ids only the mask shows a prompt that is fed twice (KVLayer does the same).
+            if position_ids(args, kwargs) is None and self.config._attn_implementation in MASKABLE:
+                keys = watched(keys, seen, new)
+        return keys, values
 
     def _check_positions(self, positions: torch.Tensor | None, new: int) -> None:
         """A prompt that is fed twice comes with positions that were seen before."""

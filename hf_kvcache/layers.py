@@ -287,7 +287,7 @@ class KVLayer(compat.CacheLayerMixin):
         if retention.window is not None:
             until = torch.where(position < retention.sinks, until, torch.minimum(until, position + retention.window))
         since, until, position = (t.to(self.device) for t in (since, until, position))
-        return Visible(since, until, position, seen, new, retention.evicts, layout.doubled)
+        return Visible(since, until, position, seen, new, retention.evicts, layout.doubled, needed)
 
     def _slots(self, layout: Layout, total: int) -> list[torch.Tensor]:
         """Token numbers of the sinks, the sealed slots and the plain slots that this call returns."""

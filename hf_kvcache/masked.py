@@ -54,6 +54,7 @@ class Visible(NamedTuple):
     queries: int
     evicts: bool
     doubled: bool  # some tokens have two slots
+    needed: bool = True  # False: a plain causal mask says the same, and keys only carry this to look at the mask
 
     def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Queries ``start:stop`` of the call, [stop - start, n] bool."""
@@ -80,6 +81,14 @@ class Visible(NamedTuple):
         if not self.doubled:
             return mask
         return None if self.evicts else mask[..., -1:, :][..., self.position]
+
+
+def watched(keys: torch.Tensor, seen: int, queries: int) -> torch.Tensor:
+    """Keys [B, H, n, D] of ``queries`` tokens after ``seen`` others, that look at their mask but do not change it."""
+    total = seen + queries
+    position = torch.arange(total - keys.shape[2], total, device=keys.device)
+    forever = torch.full_like(position, torch.iinfo(torch.int64).max)
+    return MaskedStates.wrap(keys, Visible(position, forever, position, seen, queries, False, False, False), "keys")
 
 
 class MaskedStates(torch.Tensor):
@@ -115,7 +124,7 @@ class MaskedStates(torch.Tensor):
                 return out
             if name in MAKES_SCORES and out.shape[-2:] == (carrier.visible.queries, len(carrier.visible.since)):
                 return cls.wrap(out, carrier.visible, "scores")
-            if name in MAKES_SCORES or name in BREAKS_KEYS:
+            if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.visible.needed:
                 raise ValueError(
                     f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
                     "feed token by token, or use retention 'all' with storage 'full', 'int8' or 'fp8'"
