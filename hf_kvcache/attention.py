@@ -72,18 +72,21 @@ class History(NamedTuple):
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
-        keys = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
-        values = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
-        joined = (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
-        return self.masked(*joined)
+        return self.decode_side(0), self.decode_side(1)
 
-    def masked(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_side(self, side: int) -> torch.Tensor:
+        """The keys (0) or the values (1) of ``decode``."""
+        if side == 0:
+            pieces = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
+        else:
+            pieces = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
+        return self.masked(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2), side)
+
+    def masked(self, states: torch.Tensor, side: int) -> torch.Tensor:
         """Plain states that carry their mask where a plain causal one is not enough."""
-        if self.visible is not None:
-            keys = MaskedStates.wrap(keys, self.visible, "keys")
-            if self.visible.doubled:
-                values = MaskedStates.wrap(values, self.visible, "values")
-        return keys, values
+        if self.visible is None or (side == 1 and not self.visible.doubled):
+            return states
+        return MaskedStates.wrap(states, self.visible, ("keys", "values")[side])
 
 
 class Stored:
@@ -96,7 +99,7 @@ class Stored:
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
         if self._plain is None:
-            self._plain = self.history.decode()[self._side]
+            self._plain = self.history.decode_side(self._side)
         return self._plain
 
     @property

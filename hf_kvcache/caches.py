@@ -47,7 +47,7 @@ class KVCache(compat.Cache):
 
     Args:
         config: ``model.config`` (not a copy: its attention implementation is read at every call).
-        storage: ``"full"``, ``"int8"``, ``"fp8_e4m3"`` (``"fp8"``) or ``"fp8_e5m2"``.
+        storage: ``"full"``, ``"int8"``, ``"fp8"``, ``"fp8_e5m2"``, ``"int4"``, ``"int2"``, ``"k4v2"``, ... (options).
         retention: ``"all"`` or ``"sink(sinks,window)"``.
         placement: ``"device"``.
         skip_layers: layers that stay in full precision; negative numbers count from the end.
@@ -163,14 +163,15 @@ class KVCache(compat.Cache):
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
-        if layer_idx == self._first:
-            self._raise_if_suspect()
-            self._check_positions(position_ids(args, kwargs), key_states.shape[2])
-        seen, new = getattr(layer, "cumulative_length", 0), key_states.shape[2]
+        if layer_idx != self._first:
+            return layer.update(key_states, value_states, *args, **kwargs)
+        positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
+        self._raise_if_suspect()
+        self._check_positions(positions, new)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if isinstance(layer, WindowLayer) and layer_idx == self._first and seen and new > 1:
+        if isinstance(layer, WindowLayer) and seen and new > 1 and positions is None:
             # Without position ids only the mask shows a prompt that is fed twice (KVLayer does the same).
-            if position_ids(args, kwargs) is None and self.config._attn_implementation in MASKABLE:
+            if self.config._attn_implementation in MASKABLE:
                 keys = watched(keys, seen, new)
         return keys, values
 

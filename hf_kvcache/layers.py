@@ -305,7 +305,8 @@ class KVLayer(compat.CacheLayerMixin):
         if with_grad is None:
             return history.decode()
         decoded, lossless = history._replace(visible=None).decode(), self.storage.lossless
-        return history.masked(*(_attach(out, new, lossless) for out, new in zip(decoded, with_grad, strict=True)))
+        keys, values = (_attach(out, new, lossless) for out, new in zip(decoded, with_grad, strict=True))
+        return history.masked(keys, 0), history.masked(values, 1)
 
     def _attention(self) -> str | None:
         return getattr(self.config, "_attn_implementation", None)
