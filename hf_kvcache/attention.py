@@ -54,11 +54,29 @@ class Part(NamedTuple):
         """Tokens that cannot be told apart by slicing."""
         return max(self.key_codec.group, self.value_codec.group)
 
+    def whole(self) -> Part:
+        """All tokens, dense."""
+        return self
+
     def block(self, start: int, stop: int) -> Part:
         """Tokens ``start:stop``, whole groups, as views."""
         k, v = self.key_codec.group, self.value_codec.group
         keys, values = narrow(self.keys, start // k, stop // k), narrow(self.values, start // v, stop // v)
         return Part(self.key_codec, keys, self.value_codec, values)
+
+
+class Moved(NamedTuple):
+    """The first slots are ``sinks``, which queries beyond ``edge`` see as if they stood at ``edge`` (``rope.py``)."""
+
+    sinks: int
+    edge: int
+    query: int  # token number of the first query
+    rope: Any
+
+    def deltas(self, queries: int, device: torch.device) -> torch.Tensor:
+        """How far each query has to be turned, [Q], all <= 0."""
+        p = torch.arange(self.query, self.query + queries, device=device)
+        return p.clamp_max(self.edge) - p
 
 
 class History(NamedTuple):
@@ -69,6 +87,8 @@ class History(NamedTuple):
     evicts: bool
     key_dtype: torch.dtype
     value_dtype: torch.dtype
+    moved: Moved | None = None
+    observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
@@ -151,7 +171,7 @@ def attend(
     visible: Visible | None = None,
 ) -> torch.Tensor:
     """``attend_torch``, or on CUDA the Triton kernels for what they can do (decode). Same arguments, same result."""
-    if query.is_cuda and has_triton() and query.shape[2] <= SMALL:
+    if query.is_cuda and has_triton() and query.shape[2] <= SMALL and all(type(part) is Part for part in parts):
         from . import triton_decode
 
         joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
@@ -203,10 +223,14 @@ def attend_torch(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     visible: Visible | None = None,
+    mass: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attend_reference`` from the codes, with bounded workspace. Same arguments, same result.
 
-    ``visible`` is a mask beside ``mask`` that is only written out for the queries at work.
+    ``visible`` is a mask beside ``mask`` that is only written out for the queries at work. To ``mass`` [B, H, n]
+    float32 the attention that each key gets is added: summed over queries, averaged over the heads of a KV head.
+    ``turned`` are the queries as the first part sees them.
     """
     batch, query_heads, queries, _ = query.shape
     tokens = sum(part.tokens for part in parts)
@@ -217,7 +241,8 @@ def attend_torch(
         some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
         if visible is not None:
             some = _combine(some, visible.rows(start, stop)[None, None])
-        out.append(_attend_rows(query[:, :, start:stop], parts, scaling, some, softcap, s_aux))
+        other = None if turned is None else turned[:, :, start:stop]
+        out.append(_attend_rows(query[:, :, start:stop], parts, scaling, some, softcap, s_aux, mass, other))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
@@ -228,24 +253,69 @@ def _attend_rows(
     mask: torch.Tensor | None,
     softcap: float | None,
     s_aux: torch.Tensor | None,
+    mass: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    batch, query_heads, queries, width = query.shape
-    heads = parts[0].keys[0].shape[1]
-    groups = query_heads // heads
     blocks = [block for part in parts for block in _blocks(part)]
-    folded = (query.float() * scaling).reshape(batch, heads, groups * queries, width)  # [B, H, G*Q, Dk]
-    pieces = [block.key_codec.scores(folded, block.keys) for block in blocks]
+    probs = _probabilities(query, blocks, scaling, mask, softcap, s_aux, turned)  # [B, H, G*Q, n]
+    if mass is not None:
+        mass += probs.sum(2) * (probs.shape[1] / query.shape[1])
+    out: torch.Tensor | None = None
+    start = 0
+    for block in blocks:
+        mixed = block.value_codec.mix(probs[..., start : start + block.tokens], block.values)
+        out = mixed if out is None else out.add_(mixed)
+        start += block.tokens
+    assert out is not None
+    return out.view(*query.shape[:3], -1).to(query.dtype)
+
+
+def add_mass(
+    mass: torch.Tensor,
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> None:
+    """To ``mass`` [B, H, n] float32 the attention that each key gets from these queries, as in ``attend_torch``."""
+    blocks = [block for part in parts for block in _blocks(part)]
+    rows = max(1, ROWS // max(query.shape[0] * query.shape[1] * mass.shape[-1], 1))
+    for start in range(0, query.shape[2], rows):
+        stop = min(start + rows, query.shape[2])
+        some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
+        probs = _probabilities(query[:, :, start:stop], blocks, scaling, some, softcap, s_aux)
+        mass += probs.sum(2) * (probs.shape[1] / query.shape[1])
+
+
+def _probabilities(
+    query: torch.Tensor,
+    blocks: list[Part],
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    turned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, H, G * Q, n] float32."""
+    batch, query_heads, queries, width = query.shape
+    heads = blocks[0].keys[0].shape[1]
+    groups = query_heads // heads
+    rows: list[Any] = [
+        None if q is None else (q.float() * scaling).reshape(batch, heads, groups * queries, width)  # [B, H, G*Q, Dk]
+        for q in (query, turned)
+    ]
+    folded = [rows[0]] * len(blocks) if turned is None else [rows[1], *[rows[0]] * (len(blocks) - 1)]
+    pieces = [block.key_codec.scores(q, block.keys) for q, block in zip(folded, blocks, strict=True)]
     scores = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)  # [B, H, G*Q, n]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     by_head = scores.view(batch, heads, groups, queries, -1)
     hidden = None
     if mask is not None:
-        mask = (
-            mask.reshape(mask.shape[0], -1, 1, *mask.shape[-2:])
-            if mask.shape[1] == 1
-            else mask.unflatten(1, (heads, groups))
-        )
+        # one for all heads, one per KV head, or one per query head
+        mask = mask.unsqueeze(2) if mask.shape[1] in (1, heads) else mask.unflatten(1, (heads, groups))
         if mask.dtype == torch.bool:
             by_head.masked_fill_(~mask, float("-inf"))
         else:
@@ -260,15 +330,7 @@ def _attend_rows(
         probs = torch.softmax(by_head, -1)
     if hidden is not None:
         probs = probs.masked_fill_(hidden, 0.0)
-    probs = probs.view_as(scores)
-    out: torch.Tensor | None = None
-    start = 0
-    for block in blocks:
-        mixed = block.value_codec.mix(probs[..., start : start + block.tokens], block.values)
-        out = mixed if out is None else out.add_(mixed)
-        start += block.tokens
-    assert out is not None
-    return out.view(batch, query_heads, queries, -1).to(query.dtype)
+    return probs.view_as(scores)
 
 
 def _blocks(part: Part) -> list[Part]:
@@ -277,11 +339,11 @@ def _blocks(part: Part) -> list[Part]:
     A long run is cut at least once, so that no float copy of the history exists.
     """
     if part.keys[0].dtype == part.values[0].dtype == torch.float32:
-        return [part]
+        return [part.whole()]
     tokens, group, shape = part.tokens, part.group, part.keys[0].shape
     count = max(-(-shape[0] * shape[1] * tokens * shape[-1] // BLOCK), 2 if tokens > 1024 else 1)
     if count == 1:
-        return [part]
+        return [part.whole()]
     size = max(-(-tokens // (count * group)), 1) * group
     return [part.block(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
 
@@ -328,7 +390,8 @@ def kvcache_attention(
         parts, visible = [Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))], None
     else:
         history = key.history
-        if history.evicts and history.visible is None and attention_mask is not None and _has_pads(attention_mask):
+        blind = history.evicts and history.visible is None and history.observer is None
+        if blind and attention_mask is not None and _has_pads(attention_mask):
             raise ValueError(PADDED)
         parts, visible = history.parts, history.visible
     bias = kwargs.get("position_bias")
@@ -339,6 +402,9 @@ def kvcache_attention(
             )
         attention_mask = _combine(attention_mask, bias)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, Stored) and key.history.observer is not None:
+        run = (module, query, key, value, attention_mask, scaling, softcap, s_aux)
+        return _attend_observed(*run, **kwargs).transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], sum(part.tokens for part in parts)
     mask = attention_mask
     if visible is not None:
@@ -347,9 +413,77 @@ def kvcache_attention(
         if queries == tokens and not special:
             plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
-        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)[None, None]
-    out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
+        mask = _causal(queries, tokens, query.device)
+    moved = key.history.moved if isinstance(key, Stored) else None
+    turned = None
+    if moved is not None and moved.query + queries - 1 > moved.edge:
+        parts, turned = _move_sinks(query, parts, moved)
+    if turned is None:
+        out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
+    else:
+        out = attend_torch(query, parts, scaling, mask, softcap, s_aux, visible, turned=turned)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _move_sinks(query: torch.Tensor, parts: list[Part], moved: Moved) -> tuple[list[Part], torch.Tensor | None]:
+    """The sinks as a part of their own, first; and the queries turned for them.
+
+    One query needs no turned copy of itself: its few sinks are turned the other way instead, for any backend.
+    """
+    first, deltas = parts[0], moved.deltas(query.shape[2], query.device)
+    sinks, rest = first.block(0, moved.sinks), first.block(moved.sinks, first.tokens)
+    parts = [sinks, *([rest] if rest.tokens else []), *parts[1:]]
+    if query.shape[2] > 1:
+        return parts, moved.rope.turn(query.float(), deltas)
+    keys = sinks.key_codec.decode(sinks.keys, torch.float32)
+    keys = moved.rope.turn(keys, (-deltas).expand(moved.sinks)).to(query.dtype)
+    full = type(sinks.keys)(keys)
+    return [sinks._replace(keys=full), *parts[1:]], None
+
+
+def _attend_observed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Stored,
+    value: Stored,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention under importance eviction: the layer says who sees what, and is told afterwards what was looked at."""
+    history, queries = key.history, query.shape[2]
+    parts, observer = history.parts, history.observer
+    mask, first = observer.mask(attention_mask), observer.first_observed()
+    mass = None
+    if first is not None:
+        tokens = sum(part.tokens for part in parts)
+        mass = query.new_zeros(query.shape[0], parts[-1].keys[0].shape[1], tokens, dtype=torch.float32)
+    with torch.no_grad(), full_precision(query.device):
+        if first == 0:
+            seen = _causal(queries, mass.shape[-1], query.device) if mask is None and queries > 1 else mask  # type: ignore[union-attr]
+            out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
+        elif mask is None and queries > 1 and softcap is None and s_aux is None:
+            plain = _plain(key, query.dtype), _plain(value, query.dtype)
+            out = compat.sdpa_attention_forward(module, query, *plain, None, 0.0, scaling, is_causal=True, **kwargs)[0]
+            out = out.transpose(1, 2)
+        else:
+            seen = _causal(queries, queries, query.device) if mask is None and queries > 1 else mask
+            out = attend(query, parts, scaling, seen, softcap, s_aux)
+        if first:
+            assert mass is not None
+            rows = (
+                _causal(queries, mass.shape[-1], query.device)[..., first:, :] if mask is None else mask[..., first:, :]
+            )
+            add_mass(mass, query[:, :, first:], parts, scaling, rows, softcap, s_aux)
+        observer.settle(query, mass, attention_mask)
+    return out
+
+
+def _causal(queries: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, q, n] bool: the last of n tokens are the queries' own."""
+    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)[None, None]
 
 
 def kvcache_mask(

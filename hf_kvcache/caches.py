@@ -20,9 +20,10 @@ import torch
 
 from . import compat
 from . import spec as specs
+from .eviction import EvictionLayer
 from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
 from .masked import FED_TWICE, watched
-from .retention import SinkWindow
+from .retention import Importance, Retention, SinkWindow
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class KVCache(compat.Cache):
         self,
         config: Any,
         storage: str = "full",
-        retention: str | SinkWindow = "all",
+        retention: str | Retention = "all",
         placement: str = "device",
         *,
         skip_layers: int | str | Sequence[int] = (),
@@ -94,7 +95,7 @@ class KVCache(compat.Cache):
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)
         skip = self._skipped(len(stock))
-        layers = [self._make_layer(layer, index, index in skip) for index, layer in enumerate(stock)]
+        layers = [self._make_layer(layer, index, len(stock), index in skip) for index, layer in enumerate(stock)]
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
             raise ValueError(
                 f"{type(self.config).__name__} has no attention layers whose keys and values could be cached"
@@ -116,9 +117,12 @@ class KVCache(compat.Cache):
             raise ValueError(f"skip_layers={outside}: the model has {count} layers")
         return {int(index) % count for index in layers}
 
-    def _make_layer(self, stock: Any, index: int, skip: bool) -> Any:
+    def _make_layer(self, stock: Any, index: int, layers: int, skip: bool) -> Any:
         if compat.is_plain_full_attention(stock):
-            return KVLayer(specs.storage("full") if skip else self.storage, self.retention, self.config, index)
+            storage = specs.storage("full") if skip else self.storage
+            if isinstance(self.retention, Importance):
+                return EvictionLayer(storage, self.retention, self.config, index, layers)
+            return KVLayer(storage, self.retention, self.config, index)
         if type(stock) is compat.DynamicSlidingWindowLayer:
             return WindowLayer(stock.sliding_window)
         if compat.is_stock_layer(stock):
@@ -299,11 +303,8 @@ class KVCache(compat.Cache):
             if not isinstance(layer, KVLayer):
                 parts["window"] += sum(t.untyped_storage().nbytes() for t in _tensors(layer))
                 continue
-            for run in layer.runs:
-                for slab in run.slabs:
-                    for name, size in slab.bytes_by_part().items():
-                        plain = name == "payload" and run is not layer.sealed
-                        parts["residual" if plain else name] += size
+            for name, size in layer.bytes_by_part().items():
+                parts[name] += size
         return {"device": parts}
 
     def stats(self) -> CacheStats:
@@ -311,7 +312,7 @@ class KVCache(compat.Cache):
         ours = [layer for layer in self.layers if isinstance(layer, KVLayer)]
         if not ours:
             return CacheStats(self.get_seq_length(), self.get_seq_length(), 0, 0)
-        quantized = max((len(layer.sealed) for layer in ours if not layer.storage.lossless), default=0)
+        quantized = max(layer.quantized for layer in ours)
         return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized)
 
 
@@ -328,11 +329,40 @@ class QuantizedCache(KVCache):
         super().__init__(config, storage, **_known(options, "retention", "placement", "skip_layers"))
 
 
+class EvictionCache(KVCache):
+    """``KVCache`` that keeps what a policy finds important: ``EvictionCache(model.config, "snapkv", budget=1024)``.
+
+    Args:
+        policy: ``random``, ``knorm``, ``keydiff``, ``tova``, ``h2o``, ``snapkv`` or ``expected`` (see ``policies.py``).
+        budget: tokens per KV head (int), or the share of the tokens seen that stays (float in (0, 1)).
+        sinks, recent: first and last tokens of each row that always stay.
+        **options: ``pyramid``, ``adaptive``, the policy's own options, and the other axes.
+
+    Raises:
+        ValueError: as ``Importance`` and ``KVCache``; at the first update, a policy that needs what the model's
+            attention does not hand over.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        policy: str = "snapkv",
+        budget: int | float = 1024,
+        *,
+        sinks: int = 4,
+        recent: int = 32,
+        **options: Any,
+    ) -> None:
+        axes = {name: options.pop(name) for name in ("storage", "placement", "skip_layers") if name in options}
+        super().__init__(config, retention=Importance(policy, budget, sinks, recent, **options), **axes)
+
+
 class SinkWindowCache(KVCache):
     """``KVCache`` that keeps the first ``sinks`` and the last ``window`` tokens.
 
     Args:
-        reposition: cache-relative positions (StreamingLLM); not supported yet, and refused.
+        reposition: the sinks seem to lie right before the window (StreamingLLM), for streams beyond the trained
+            length. Rotary positions and "kvcache" attention only.
 
     Raises:
         ValueError: as ``SinkWindow`` and ``KVCache``.
@@ -341,9 +371,7 @@ class SinkWindowCache(KVCache):
     def __init__(
         self, config: Any, sinks: int = 4, window: int = 1020, *, reposition: bool = False, **options: Any
     ) -> None:
-        if reposition:
-            raise ValueError("SinkWindowCache: reposition=True is not supported yet; kept keys keep their rotation")
-        retention = SinkWindow(sinks, window)
+        retention = SinkWindow(sinks, window, reposition)
         super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))
 
 

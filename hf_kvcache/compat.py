@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,11 @@ __all__ = [
     "is_plain_full_attention",
     "is_stock_layer",
     "position_bias",
+    "rotary",
     "sdpa_attention_forward",
     "sdpa_mask",
     "stock_layers",
+    "uses_rotary",
 ]
 
 
@@ -77,3 +80,44 @@ def is_stock_layer(layer: Any) -> bool:
 def cache_argument(forward: Callable[..., Any]) -> str:
     """``"cache"`` (5.24 on) or ``"past_key_values"``: what this forward calls its cache."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def rotary(config: Any, layer: int) -> tuple[Any, Callable[..., Any], str | None, str]:
+    """(module giving cos and sin, function applying them to one tensor, layer type to ask for, kind of scaling).
+
+    Raises:
+        ValueError: no rotary positions, or a form of them that is not known.
+    """
+    name = type(config).__name__
+    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    parameters = getattr(config, "rope_parameters", None)
+    apply = getattr(module, "apply_rotary_pos_emb", None)
+    found = [
+        value
+        for key, value in vars(module).items()
+        if key.endswith("RotaryEmbedding") and "Vision" not in key and value.__module__ == module.__name__
+    ]
+    if not parameters or apply is None or len(found) != 1:
+        raise ValueError(f"{name} has no rotary positions that are known here")
+    types = getattr(config, "layer_types", None)
+    kind = types[layer] if types else None
+    if isinstance(parameters.get(kind), dict):
+        parameters = parameters[kind]
+    else:
+        kind = None
+    if "mrope_section" in parameters:
+        raise ValueError(f"{name} has positions in three dimensions (M-RoPE), which cannot be moved")
+    embed = found[0](config)
+    if "k" in inspect.signature(apply).parameters:
+        return embed, lambda x, cos, sin: apply(x, x, cos, sin)[0], kind, parameters["rope_type"]
+    return embed, apply, kind, parameters["rope_type"]
+
+
+def uses_rotary(config: Any, layer: int) -> bool:
+    """Whether this layer rotates at all: some models leave it out in a few layers (NoPE)."""
+    flags = getattr(config, "no_rope_layers", None)
+    if flags:
+        return bool(flags[layer])
+    if config.model_type == "cohere2":  # rotates in its sliding layers only
+        return config.layer_types[layer] != "full_attention"
+    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None))

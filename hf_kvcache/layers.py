@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
-from .attention import NAME, History, Part, Stored, full_precision, has_triton
+from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
 from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
 from .retention import Retention
+from .rope import find_rope
 from .spec import Storage
 from .store import Slab, concat, slot_tokens
 
@@ -129,6 +130,7 @@ class KVLayer(compat.CacheLayerMixin):
         # CacheLayerMixin.__init__ would assign `keys` and `values`, which are views of the store here.
         self.storage, self.retention = storage, retention
         self.config, self.index = config, index
+        self.rope = find_rope(config, index) if retention.reposition else None
         self.is_initialized = False
         self.reset()
 
@@ -206,6 +208,8 @@ class KVLayer(compat.CacheLayerMixin):
                 into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
         self._check(key_states, value_states)
+        if self.retention.reposition and self._attention() != NAME:
+            raise ValueError(f"reposition=True needs queries that can be turned: {ASK_FOR_OURS}")
         positions = position_ids(args, kwargs)
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         fresh = not self.is_initialized
@@ -245,7 +249,14 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += new
         runs = (self.sinks.part() if layout.sinks else None, sealed, raw)
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return History(parts, visible, self.retention.evicts, *self.dtypes)
+        return History(parts, visible, self.retention.evicts, *self.dtypes, moved=self._moved(self.seen - new))
+
+    def _moved(self, query: int) -> Moved | None:
+        """Where ``reposition`` lets queries stand for the sinks."""
+        retention = self.retention
+        if self.rope is None or retention.window is None or not retention.sinks:
+            return None
+        return Moved(min(retention.sinks, self.seen), retention.sinks + retention.window - 1, query, self.rope)
 
     def _seal(self, plain: Part, layout: Layout) -> Part:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
@@ -355,6 +366,21 @@ class KVLayer(compat.CacheLayerMixin):
             if slab.state is not None:
                 pieces.append(codec.decode(slab.last(len(slab)), self.dtypes[side]))
         return torch.cat(pieces, 2)
+
+    @property
+    def quantized(self) -> int:
+        """Tokens held in encoded form, per row."""
+        return 0 if self.storage.lossless else len(self.sealed)
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes by part, as ``KVCache.memory`` names them."""
+        parts: dict[str, int] = {}
+        for run in self.runs:
+            for slab in run.slabs:
+                for name, size in slab.bytes_by_part().items():
+                    name = "residual" if name == "payload" and run is not self.sealed else name
+                    parts[name] = parts.get(name, 0) + size
+        return parts
 
     @property
     def runs(self) -> tuple[Run, Run, Run]:

@@ -83,12 +83,12 @@ class Visible(NamedTuple):
         return None if self.evicts else mask[..., -1:, :][..., self.position]
 
 
-def watched(keys: torch.Tensor, seen: int, queries: int) -> torch.Tensor:
+def watched(keys: torch.Tensor, seen: int, queries: int, evicts: bool = False) -> torch.Tensor:
     """Keys [B, H, n, D] of ``queries`` tokens after ``seen`` others, that look at their mask but do not change it."""
     total = seen + queries
     position = torch.arange(total - keys.shape[2], total, device=keys.device)
     forever = torch.full_like(position, torch.iinfo(torch.int64).max)
-    return MaskedStates.wrap(keys, Visible(position, forever, position, seen, queries, False, False, False), "keys")
+    return MaskedStates.wrap(keys, Visible(position, forever, position, seen, queries, evicts, False, False), "keys")
 
 
 class MaskedStates(torch.Tensor):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .codecs import ALIASES, CODECS, NEVER, Codec, PerToken, find_codec
 from .lowbit import GroupedCodec
-from .retention import RETENTIONS, Retention
+from .retention import OPTIONS, Retention, make_retention
 
 PLACEMENTS = ("device",)
 STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
@@ -58,12 +58,12 @@ def axis_of(name: str) -> str:
         return "storage"
     for axis, names in (
         ("storage", STORAGES),
-        ("retention", list(RETENTIONS)),
+        ("retention", list(OPTIONS)),
         ("placement", list(PLACEMENTS)),
     ):
         if name in names:
             return axis
-    known = ", ".join([*STORAGES, *RETENTIONS, *PLACEMENTS])
+    known = ", ".join([*STORAGES, *OPTIONS, *PLACEMENTS])
     raise ValueError(f"unknown spec part {name!r}: known are {known}")
 
 
@@ -156,14 +156,17 @@ def retention(part: str | Retention) -> Retention:
     if isinstance(part, Retention):
         return part
     name, args, options = parse_part(part)
-    if name not in RETENTIONS:
-        raise ValueError(f"unknown retention {name!r}: known are {', '.join(RETENTIONS)}")
-    known = () if name == "all" else ("sinks", "window")
+    if name not in OPTIONS:
+        raise ValueError(f"unknown retention {name!r}: known are {', '.join(OPTIONS)}")
+    known = OPTIONS[name]
+    flags = [arg for arg in args if arg in ("pyramid", "adaptive", "reposition") and arg in known]
+    args = [arg for arg in args if arg not in flags]
+    options |= dict.fromkeys(flags, True)
     unknown = [key for key in options if key not in known]
     if unknown or len(args) + len(options) > len(known) or any(key in options for key in known[: len(args)]):
         given = ", ".join([*map(str, args), *(f"{k}={v}" for k, v in options.items())])
         raise ValueError(f"retention {name!r} cannot take ({given}): known options are {', '.join(known) or 'none'}")
-    return RETENTIONS[name](*args, **options)
+    return make_retention(name, *args, **options)
 
 
 def placement(part: str) -> str:

@@ -1,0 +1,553 @@
+"""How does importance eviction free memory? A layer whose slots hold any tokens, in any order.
+
+Softmax does not care about the order of its keys, so a kept token needs no neighbours: a *slot* holds one token of one
+row and KV head as the codec stores it, and beside it the token's number among the row's own tokens and its score:
+
+    state [B, H, C, ...]      position [B, H, C, g] int32, -1: empty      score [B, H, C] float32
+
+What happens in one forward of q new tokens over m kept ones:
+
+    1. the new tokens are encoded, once; attention reads kept slots and new tokens (evict after attending)
+    2. the policy scores all m + q tokens
+    3. q = 1: the new token takes a free slot, or that of the token with the lowest score; nothing else moves
+       q > 1: the best ``budget`` tokens are gathered into new slots
+
+Under our attention, steps 2 and 3 run when it has its output and knows pads and attention mass; under a stock one they
+run inside ``update``, for policies that need keys only. Pads never get a slot; rows with fewer tokens have empty
+slots at the end. With ``adaptive`` the heads of a layer hold different numbers of tokens, one after the other in flat
+tensors (``Ragged``): nothing is masked to pretend.
+
+Storages that keep tokens plain beside encoded ones have two such containers, ``tail`` and ``sealed``. A plain token
+is evicted alone; encoded groups of g tokens, which cannot be taken apart without encoding anew, leave as a whole, by
+their mean score.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from . import compat
+from .attention import NAME, History, Part, Stored, full_precision
+from .codecs import CODECS
+from .layers import KVLayer
+from .masked import ASK_FOR_OURS, watched
+from .policies import Pool
+from .retention import Importance
+from .rope import Rope
+from .slots import Ragged, Slots, choose, slots_used, take_part
+from .spec import Storage
+from .store import concat
+
+INF = float("inf")
+SAFEGUARD = 0.2  # share of the budget that every head keeps under ``adaptive``
+
+
+class Chunk(NamedTuple):
+    """The new tokens of one forward, between their attention and their place in the slots."""
+
+    part: Part  # as they will be stored (plain where a tail takes them)
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+
+
+class EvictionLayer(KVLayer):
+    """A full-attention layer under importance eviction.
+
+    Args:
+        storage, retention, config, index: as ``KVLayer``.
+        layers: how many layers the model has, for ``pyramid``.
+
+    Raises:
+        ValueError: ``adaptive`` with a storage that keeps plain tokens beside encoded ones, or a policy that needs
+            positions which this model does not have.
+    """
+
+    retention: Importance
+
+    def __init__(self, storage: Storage, retention: Importance, config: Any, index: int, layers: int) -> None:
+        self.budget = retention.for_layer(index, layers)
+        self.policy = retention.policy
+        self.two = storage.has_tail or bool(storage.sinks)
+        if retention.adaptive and self.two:
+            raise ValueError(
+                f"adaptive budgets with storage {storage.spec!r}, which keeps plain tokens beside encoded ones: not "
+                "supported, use 'full', 'int8' or 'fp8', or leave out adaptive"
+            )
+        super().__init__(storage, retention, config, index)
+        rotates = self.policy.needs == "queries" and compat.uses_rotary(config, index)
+        self.rope = Rope(config, index) if rotates else None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        storage, full = self.storage, CODECS["full"]
+        self.kept_slots: Any = Slots(storage.key_codec, storage.value_codec, storage.group)
+        self.tail_slots = Slots(full, full, 1)
+        self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
+        self.memory: dict[str, torch.Tensor] = {}
+        self.pending: Chunk | None = None
+
+    # -- transformers: growing ---------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """As ``KVLayer.update``; eviction follows the attention.
+
+        Raises:
+            ValueError: also a policy that needs queries or attention mass under an attention that does not hand them
+                over, and gradients.
+        """
+        attention = self._attention()
+        self._refuse_stock(attention)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(f"{self.retention.spec!r} evicts tokens, which has no gradient: use torch.no_grad()")
+        self._catch_up()
+        self._check(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        with torch.no_grad(), full_precision(key_states.device):
+            history = self._take(key_states, value_states)
+            if attention == NAME:
+                return Stored(history, 0), Stored(history, 1)
+            keys, values = history._replace(observer=None).decode()
+            new, total = key_states.shape[2], self.seen
+            if new > 1 or total == 1:
+                keys = watched(keys, total - new, new, evicts=True)
+            self.settle(None, None, None)
+        return keys, values
+
+    def _refuse_stock(self, attention: str | None) -> None:
+        if attention == NAME:
+            return
+        if self.policy.needs != "keys":
+            raise ValueError(
+                f"policy {self.retention.name!r} needs attention {self.policy.needs}, which {attention!r} does not "
+                f"hand over: {ASK_FOR_OURS}"
+            )
+        if self.retention.pyramid or self.retention.adaptive:
+            which = "pyramid" if self.retention.pyramid else "adaptive"
+            raise ValueError(f"{which} budgets differ, and {attention!r} has one mask for all layers: {ASK_FOR_OURS}")
+
+    def _catch_up(self) -> None:
+        """The last forward's tokens, where no attention of ours followed (a model that decodes what it was handed)."""
+        if self.pending is None:
+            return
+        if self.policy.needs != "keys":
+            raise ValueError(
+                f"layer {self.index}: policy {self.retention.name!r} needs what attention computes, and this model "
+                "does not hand its keys to attention as they are: use 'knorm', 'keydiff' or 'random'"
+            )
+        self.settle(None, None, None)
+
+    def _take(self, keys: torch.Tensor, values: torch.Tensor) -> History:
+        encoded = self.tail if self.two else self.sealed  # runs of the right codecs
+        part = encoded.encode(keys, values)
+        self.pending = Chunk(part, keys, values, self.seen)
+        self.seen += keys.shape[2]
+        held = [slots.part() for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
+        return History([*held, part], None, True, *self.dtypes, observer=self)
+
+    # -- attention asks ----------------------------------------------------------------------------------------------
+
+    def mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
+
+        Of the mask that transformers made, only the columns of the new tokens speak of them.
+        """
+        assert self.pending is not None
+        new = self.pending.keys.shape[2]
+        held = self._empties()
+        width = self.kept
+        if new == 1 and held is None:
+            return None
+        if not width and attention_mask is None:
+            return None
+        device = self.pending.keys.device
+        if attention_mask is None:
+            own = torch.ones(new, new, dtype=torch.bool, device=device).tril()[None, None]
+        else:
+            own = allowed(attention_mask)[:, :1, :, -new:]
+        if held is None:
+            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
+        shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
+        return torch.cat([held.expand(*shape, new, width), own.expand(*shape, new, new)], -1)
+
+    def _empties(self) -> torch.Tensor | None:
+        """Slots that hold a token, [B, H, 1, n], where not all of them do."""
+        if self.own is None and not isinstance(self.kept_slots, Ragged):
+            return None
+        pieces = [slots.positions().flatten(2) for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
+        return (torch.cat(pieces, -1) >= 0)[:, :, None] if pieces else None
+
+    def first_observed(self) -> int | None:
+        """The first of the new queries whose attention mass is wanted; ``None``: no mass."""
+        assert self.pending is not None
+        return self.policy.first_observed(self.pending.keys.shape[2]) if self.policy.needs == "mass" else None
+
+    # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def settle(
+        self, query: torch.Tensor | None, mass: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> None:
+        """Score everything, and let go of what is beyond the budget.
+
+        Args:
+            query: [B, Hq, q, D].
+            mass: [B, H, m + q] float32.
+            attention_mask: as transformers made it; its last columns say which new tokens are pads.
+        """
+        chunk, self.pending = self.pending, None
+        assert chunk is not None
+        position = self._number(chunk, attention_mask)  # [B, H, q]
+        nothing = position.new_zeros(*position.shape[:2], 0, dtype=torch.float32)
+        held = torch.cat([nothing, *(s.scores().repeat_interleave(s.group, -1) for s in self._containers())], -1)
+        queries = query if self.policy.needs == "queries" else None
+        scores = self.policy.score(
+            Pool(
+                held, chunk.keys, chunk.values, position, chunk.first, mass, queries, self.memory, self.index, self.rope
+            )
+        )
+        for slots in self._containers():
+            mine, scores = scores.split([slots.tokens, scores.shape[-1] - slots.tokens], -1)
+            slots.set_scores(mine if slots.group == 1 else mine.unflatten(-1, (-1, slots.group)).mean(-1))
+        place = self._place_two if self.two else self._place
+        place(chunk.part, position[..., None], scores)
+
+    def _containers(self) -> list[Any]:
+        return [slots for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
+
+    def _number(self, chunk: Chunk, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The new tokens' numbers among their row's own, [B, H, q] int64; -1 for pads."""
+        batch, heads, new = chunk.keys.shape[:3]
+        device = chunk.keys.device
+        real = None
+        if attention_mask is not None and new > 1:
+            real = allowed(attention_mask)[:, 0, -1, -new:].expand(batch, -1)
+            real = None if self.own is None and bool(real.all()) else real
+        if real is None and self.own is None:
+            return torch.arange(chunk.first, chunk.first + new, device=device).expand(batch, heads, new)
+        if self.own is None:
+            self.own = torch.full((batch,), chunk.first, device=device)
+        if real is None:
+            real = torch.ones(batch, new, dtype=torch.bool, device=device)
+        number = self.own[:, None] + real.cumsum(-1) - 1
+        self.own = self.own + real.sum(-1)
+        return number.masked_fill(~real, -1)[:, None].expand(-1, heads, -1)
+
+    def _allowance(self) -> tuple[int, torch.Tensor | None]:
+        """Tokens per head that stay now: the most of any row, and per row [B] where rows differ."""
+        if self.own is None:
+            return self.retention.tokens(self.budget, self.seen), None
+        rows = [self.retention.tokens(self.budget, n) for n in self.own.tolist()]
+        return max(rows), torch.tensor(rows, device=self.own.device)
+
+    def _shielded(self, position: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, H, n] with those that always stay at +inf and empty slots at -inf."""
+        end = self.seen if self.own is None else self.own[:, None, None]
+        always = (position < self.retention.sinks) | (position >= end - self.retention.recent)
+        shielded = scores.masked_fill(always, INF)
+        return shielded if self.own is None else shielded.masked_fill(position < 0, -INF)
+
+    def _place(self, part: Part, position: torch.Tensor, scores: torch.Tensor) -> None:
+        """New tokens into slots of one token."""
+        limit, rows = self._allowance()
+        slots = self.kept_slots
+        if scores.shape[-1] > 1 or not slots_used(slots):
+            return self._gather(part, position, scores, limit, rows)
+        if isinstance(slots, Slots) and rows is None and slots.used < limit:
+            return slots.append(part, position, scores, limit)
+        if isinstance(slots, Slots) and rows is not None and slots.used < limit:
+            self._open(slots, limit)
+        held = slots.positions()[..., 0]
+        worst = self._shielded(held, slots.scores())
+        if rows is not None or isinstance(slots, Ragged):
+            worst = self._rooms(worst, held, rows)
+        slots.put(worst.argmin(-1), part, position, scores)
+
+    def _open(self, slots: Slots, limit: int) -> None:
+        """One more empty slot for every row; only rows that may grow use theirs."""
+        slots.grow(limit)
+        slots.position[:, :, slots.used] = -1
+        slots.score[:, :, slots.used] = -INF
+        slots.used += 1
+
+    def _rooms(self, worst: torch.Tensor, held: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """An empty slot comes first for a row that has not used up its budget, and never for one that has."""
+        empty = held < 0
+        if isinstance(self.kept_slots, Ragged):
+            inside = self.kept_slots._inside()
+            return worst.masked_fill(empty & inside, -INF).masked_fill(~inside, INF)
+        assert rows is not None
+        may_grow = ((~empty).sum(-1) < rows[:, None])[..., None]
+        return torch.where(empty, torch.where(may_grow, -INF, INF), worst)
+
+    def _gather(
+        self, part: Part, position: torch.Tensor, scores: torch.Tensor, limit: int, rows: torch.Tensor | None
+    ) -> None:
+        """Choose among everything, and lay out anew."""
+        slots = self.kept_slots
+        pool = part
+        if slots_used(slots):
+            pool = slots.pool(part)
+            position = torch.cat([slots.positions(), position], 2)
+            scores = torch.cat([slots.scores(), scores], -1)
+        shielded = self._shielded(position[..., 0], scores)
+        if isinstance(slots, Ragged):
+            shielded = shielded.masked_fill(position[..., 0] < 0, -INF)
+        seen = self.seen if self.own is None else int(self.own.max())
+        if self.retention.adaptive and (limit < seen or isinstance(slots, Ragged)):
+            return self._share_out(pool, position, scores, shielded, limit, rows)
+        index, position = choose(shielded, position, limit, rows)
+        slots.fill(take_part(pool, index), position, scores.gather(2, index))
+
+    def _share_out(
+        self,
+        pool: Part,
+        position: torch.Tensor,
+        scores: torch.Tensor,
+        shielded: torch.Tensor,
+        limit: int,
+        rows: torch.Tensor | None,
+    ) -> None:
+        """Heads share their budgets; slots become ragged. A row within its budget gets room up to it."""
+        batch, heads, n = shielded.shape
+        floor = shielded.argsort(dim=-1, descending=True, stable=True)[..., : max(int(SAFEGUARD * limit), 1)]
+        sure = shielded.scatter(2, floor, INF).masked_fill(shielded == -INF, -INF).flatten(1)
+        count = limit if rows is None else rows[:, None]
+        best = sure.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(best).scatter_(1, best, torch.arange(heads * n, device=best.device).expand(batch, -1))
+        chosen = (rank < heads * count).view(batch, heads, n) & (position[..., 0] >= 0)
+        budget = self.budget if isinstance(self.budget, int) else limit
+        room = (budget - chosen.sum(-1)).clamp_min(0) * (chosen.sum((1, 2)) < heads * budget)[:, None]
+        if rows is not None and int(room.max()):  # rows still below their budget: empty slots, to be used later
+            extra = int(room.max())
+            blank = take_part(pool, torch.zeros(batch, heads, extra, dtype=torch.int64, device=room.device))
+            pool = pool._replace(keys=concat([pool.keys, blank.keys]), values=concat([pool.values, blank.values]))
+            position = torch.cat([position, position.new_full((batch, heads, extra, 1), -1)], 2)
+            scores = torch.cat([scores, scores.new_full((batch, heads, extra), -INF)], 2)
+            chosen = torch.cat([chosen, torch.arange(extra, device=room.device) < room[..., None]], 2)
+        ragged = Ragged(self.storage.key_codec, self.storage.value_codec)
+        ragged.fill(pool, position, scores, chosen)
+        self.kept_slots = ragged
+
+    # -- eviction beside a plain tail --------------------------------------------------------------------------------
+
+    def _place_two(self, part: Part, position: torch.Tensor, scores: torch.Tensor) -> None:
+        """New tokens into the plain tail; from there they are evicted one by one, or sealed, group by group."""
+        tail, new = self.tail_slots, scores.shape[-1]
+        if new == 1 and self.own is None:
+            tail.append(part, position, scores, None)
+        else:
+            if slots_used(tail):
+                position, part = torch.cat([tail.positions(), position], 2), tail.pool(part)
+                scores = torch.cat([tail.scores(), scores], -1)
+            real = (position[..., 0] >= 0).sum(-1)
+            index, position = choose(self._by_age(position), position, int(real.max()), real[:, 0])
+            tail.fill(take_part(part, index), position, scores.gather(2, index))
+        self._drop_units(new)
+        self._drop_plain()
+        self._seal_units()
+
+    def _held(self, slots: Any) -> torch.Tensor:
+        """Units held per row, [B]; every head of a row holds as many."""
+        if not slots_used(slots):
+            return torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
+        return (slots.positions()[:, 0, :, 0] >= 0).sum(-1)
+
+    def _rows_allowed(self) -> torch.Tensor:
+        limit, rows = self._allowance()
+        return torch.full((self.batch_size,), limit, device=self.device) if rows is None else rows
+
+    def _drop_units(self, new: int) -> None:
+        """Encoded groups beyond the budget: the worst one while decoding, their share of what a chunk displaces."""
+        slots, tail = self.kept_slots, self.tail_slots
+        if not slots_used(slots):
+            return
+        group, limit = slots.group, self._rows_allowed()
+        units, plain = self._held(slots), self._held(tail)
+        excess = units * group + plain - limit
+        if not bool((excess > 0).any()):
+            return
+        if new == 1:
+            left = units - ((excess > 0) & (units > 0)).long()
+        else:  # groups and plain tokens lose in proportion, whatever the scores: rows of a batch stay alike
+            loose = (plain - self.retention.sinks - self.retention.recent).clamp_min(0)
+            share = units * group / (units * group + loose).clamp_min(1)
+            left = units - torch.minimum((excess.clamp_min(0) * share / group).round().long(), units)
+        shielded = self._shielded(slots.positions().amax(-1), slots.scores())
+        index, position = choose(shielded, slots.positions(), int(left.max()), left)
+        slots.fill(take_part(slots.units(), index), position, slots.scores().gather(2, index))
+
+    def _drop_plain(self) -> None:
+        tail = self.tail_slots
+        limit = (self._rows_allowed() - self._held(self.kept_slots) * self.kept_slots.group).clamp_min(0)
+        plain = self._held(tail)
+        if not bool((plain > limit).any()):
+            return
+        limit = torch.minimum(limit, plain)
+        shielded = self._shielded(tail.positions()[..., 0], tail.scores())
+        index, position = choose(shielded, tail.positions(), int(limit.max()), limit)
+        tail.fill(take_part(tail.units(), index), position, tail.scores().gather(2, index))
+
+    def _seal_units(self) -> None:
+        """Whole groups of the oldest plain tokens that are neither sinks nor among the ``residual`` newest."""
+        storage, tail, group = self.storage, self.tail_slots, self.kept_slots.group
+        if self.seen <= storage.quantize_after:
+            return
+        position = tail.positions()[..., 0]
+        # As if all sinks were there still: some heads may have evicted some, and all of them seal alike.
+        count = (self._held(tail) - storage.sinks - storage.residual).clamp_min(0) // group
+        most = int(count.max())
+        if not most:
+            return
+        hidden = (position < 0) | (position < storage.sinks)
+        order = position.masked_fill(hidden, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+        index = order[..., : most * group]
+        numbers = tail.positions().gather(2, index[..., None])[..., 0].unflatten(-1, (most, group))
+        numbers = numbers.masked_fill((torch.arange(most, device=self.device) >= count[:, None])[:, None, :, None], -1)
+        score = tail.scores().gather(2, index).unflatten(-1, (most, group)).mean(-1)
+        plain = take_part(tail.units(), index)
+        slots = self.kept_slots
+        sealed = slots.fold(self.sealed.encode(plain.keys.values, plain.values.values))
+        if slots_used(slots):
+            numbers, score = torch.cat([slots.positions(), numbers], 2), torch.cat([slots.scores(), score], 2)
+            sealed = slots.pool(sealed)
+        units = (numbers[..., 0] >= 0).sum(-1)[:, 0]
+        chosen, numbers = choose(self._by_age(numbers), numbers, int(units.max()), units)
+        slots.fill(take_part(sealed, chosen), numbers, score.gather(2, chosen))
+        left = self._held(tail) - count * group
+        gone = torch.zeros_like(position, dtype=torch.bool).scatter(
+            2,
+            index,
+            (torch.arange(most * group, device=self.device) < count[:, None] * group)[:, None].expand_as(index),
+        )
+        keep = self._by_age(tail.positions()).masked_fill(gone, -INF)
+        chosen, numbers = choose(keep, tail.positions(), int(left.max()), left)
+        tail.fill(take_part(tail.units(), chosen), numbers, tail.scores().gather(2, chosen))
+
+    def _by_age(self, position: torch.Tensor) -> torch.Tensor:
+        """A score that keeps everything that is a token."""
+        return torch.zeros_like(position[..., 0], dtype=torch.float32).masked_fill(position[..., 0] < 0, -INF)
+
+    # -- transformers: asking ----------------------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
+        slots, total = self.kept + query_length, self.seen + query_length
+        return slots, max(total - slots, 0)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def kept(self) -> int:
+        """Tokens held per row and head: the most of any."""
+        return sum(slots.tokens for slots in self._containers())
+
+    @property
+    def quantized(self) -> int:
+        return 0 if self.storage.lossless or not slots_used(self.kept_slots) else self.kept_slots.tokens
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Which of its row's own tokens each head holds, ascending, [B, H, kept] int64; -1 after the last one."""
+        if not self.kept:
+            return None
+        found = torch.cat([slots.positions().flatten(2) for slots in self._containers()], -1).long()
+        order = found.masked_fill(found < 0, torch.iinfo(torch.int64).max).argsort(-1)
+        return found.gather(-1, order)
+
+    def _decoded(self, side: int) -> torch.Tensor | None:
+        """Tokens in ascending order; zeros where a row or head holds fewer than others."""
+        if not self.kept:
+            return None
+        position, pieces = [], []
+        for slots in self._containers():
+            part = slots.part().whole()
+            state, codec = (part.keys, part.key_codec) if side == 0 else (part.values, part.value_codec)
+            pieces.append(codec.decode(state, self.dtypes[side]))
+            position.append(slots.positions().flatten(2).long())
+        found, states = torch.cat(position, -1), torch.cat(pieces, 2)
+        order = found.masked_fill(found < 0, torch.iinfo(torch.int64).max).argsort(-1)
+        states = states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1]))
+        return states.masked_fill((found.gather(-1, order) < 0)[..., None], 0.0)
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes by part: codes or plain values, scales, plain tokens beside encoded ones, positions and scores."""
+        parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "spare"), 0)
+        for slots in self._containers():
+            plain = "residual" if slots is self.tail_slots and not self.storage.lossless else "payload"
+            for state in (slots.keys, slots.values):
+                for name, t in zip(state._fields, state, strict=True):
+                    parts["scales" if name in ("scale", "zero") else plain] += t.untyped_storage().nbytes()
+            parts["scores"] += slots.score.untyped_storage().nbytes()
+            others = [t for t in slots.tensors() if t.dtype in (torch.int32, torch.int64) and t is not slots.score]
+            parts["indices"] += sum(t.untyped_storage().nbytes() for t in others)
+        beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
+        parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
+        parts["indices"] += 0 if self.own is None else self.own.untyped_storage().nbytes()
+        return parts
+
+    # -- transformers: changing --------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As ``KVLayer.crop``; exact only while nothing was evicted or sealed, and scores do not add up over time."""
+        self.check_crop(tokens_to_remove)
+        if not tokens_to_remove:
+            return
+        left = max(self.seen + tokens_to_remove, 0)
+        if not left:
+            return self._forget_tokens()
+        slots = self.tail_slots if self.two else self.kept_slots
+        position = slots.positions()
+        index, position = choose(
+            self._by_age(position).masked_fill(position[..., 0] >= left, -INF), position, left, None
+        )
+        slots.fill(take_part(slots.units(), index), position, slots.scores().gather(2, index))
+        self.seen = left
+
+    def _forget_tokens(self) -> None:
+        shape = (self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized)
+        self.reset()
+        self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized = shape
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        if tokens_to_remove >= 0 or not self.kept or self.seen + tokens_to_remove <= 0 and self.seen == self.kept:
+            if tokens_to_remove > 0:
+                super().check_crop(tokens_to_remove)
+            return
+        why = None
+        if self.seen != self.kept or self.own is not None:
+            why = f"has evicted {self.seen - self.kept} tokens"
+        elif self.two and slots_used(self.kept_slots):
+            why = "has sealed tokens"
+        elif not self.policy.rolls_back:
+            why = f"has scores of policy {self.retention.name!r} that the removed tokens took part in"
+        if why:
+            raise ValueError(
+                f"crop({tokens_to_remove}): layer {self.index} {why}; fork() the cache before the tokens that may be "
+                "taken back, or use retention 'all'"
+            )
+
+    def _map_rows(self, fn: Any) -> None:
+        if not self.is_initialized:
+            return
+        self._catch_up()
+        with torch.no_grad(), torch.inference_mode(False):
+            probe = fn(torch.arange(self.batch_size))
+            for slots in self._containers():
+                slots.map_rows(fn)
+            self.memory = {name: fn(t) for name, t in self.memory.items()}
+            self.own = None if self.own is None else fn(self.own)
+        self.batch_size = probe.shape[0]
+
+
+def allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of transformers as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -1,0 +1,275 @@
+"""Where do kept tokens lie, when any may stay? Units in slots, in no order; beside each, which tokens it is.
+
+    Slots    state [B, H, C, ...]   position [B, H, C, g] int32, -1: empty   score [B, H, C] float32
+    Ragged   the same, flat [N, ...], for heads that hold different numbers of tokens
+
+A unit is what the codec encodes together: one token, or a group of g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .attention import Part
+from .codecs import Codec
+from .store import concat, map_state, narrow
+
+
+def take(state: Any, index: torch.Tensor) -> Any:
+    """Slots ``index`` [B, H, k] of a state."""
+    rows, heads = grid(index.shape[0], index.shape[1], index.device)
+    return map_state(state, lambda t: t[rows, heads, index])
+
+
+def grid(batch: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(batch, device=device)[:, None, None], torch.arange(heads, device=device)[None, :, None]
+
+
+class Slots:
+    """Units of ``group`` tokens per row and head, as many for each: [B, H, C, ...], of which ``used`` are in use."""
+
+    def __init__(self, key_codec: Codec, value_codec: Codec, group: int) -> None:
+        self.key_codec, self.value_codec, self.group = key_codec, value_codec, group
+        self.keys: Any = None
+        self.values: Any = None
+        self.position = self.score = torch.empty(0)
+        self.used = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.used * self.group
+
+    def units(self) -> Part:
+        """What is held, unit by unit."""
+        return Part(
+            self.key_codec, narrow(self.keys, 0, self.used), self.value_codec, narrow(self.values, 0, self.used)
+        )
+
+    def part(self) -> Part:
+        """What is held, as the codecs wrote it."""
+        units = self.units()
+        keys, values = (
+            map_state(state, lambda t: t.flatten(2, 3)) if codec.group < self.group else state
+            for codec, state in ((self.key_codec, units.keys), (self.value_codec, units.values))
+        )
+        return units._replace(keys=keys, values=values)
+
+    def fold(self, part: Part) -> Part:
+        """Rows as a codec of smaller groups wrote them, unit by unit: [B, H, m * r, ...] -> [B, H, m, r, ...]."""
+
+        def folded(codec: Codec, state: Any) -> Any:
+            if codec.group == self.group:
+                return state
+            return map_state(state, lambda t: t.unflatten(2, (-1, self.group // codec.group)))
+
+        keys, values = folded(self.key_codec, part.keys), folded(self.value_codec, part.values)
+        return part._replace(keys=keys, values=values)
+
+    def positions(self) -> torch.Tensor:
+        """[B, H, used, g]"""
+        return self.position[:, :, : self.used]
+
+    def scores(self) -> torch.Tensor:
+        """[B, H, used]"""
+        return self.score[:, :, : self.used]
+
+    def set_scores(self, scores: torch.Tensor) -> None:
+        self.score[:, :, : self.used] = scores
+
+    def fill(self, part: Part, position: torch.Tensor, score: torch.Tensor) -> None:
+        """Hold these units, and nothing else."""
+        with torch.inference_mode(False):
+            self.keys, self.values = (map_state(s, lambda t: t.clone()) for s in (part.keys, part.values))
+            self.position, self.score = position.to(torch.int32).clone(), score.float().clone()
+        self.used = score.shape[2]
+
+    def pool(self, part: Part) -> Part:
+        """The held units, then those of ``part``."""
+        if self.keys is None:
+            return part
+        mine = self.units()
+        return mine._replace(keys=concat([mine.keys, part.keys]), values=concat([mine.values, part.values]))
+
+    def grow(self, limit: int | None) -> None:
+        """Room for one more unit; about 1/16 spare, but never more than ``limit`` units."""
+        if self.used < self.score.shape[2]:
+            return
+        capacity = self.used + max(8, self.used // 16)
+        capacity = capacity if limit is None else max(min(capacity, limit), self.used + 1)
+
+        def larger(t: torch.Tensor) -> torch.Tensor:
+            new = t.new_empty((*t.shape[:2], capacity, *t.shape[3:]))
+            new[:, :, : self.used] = t[:, :, : self.used]
+            return new
+
+        with torch.inference_mode(False):
+            self.keys, self.values = map_state(self.keys, larger), map_state(self.values, larger)
+            self.position, self.score = larger(self.position), larger(self.score)
+
+    def append(self, unit: Part, position: torch.Tensor, score: torch.Tensor, limit: int | None) -> None:
+        """One more unit [B, H, 1, ...] for every row and head."""
+        if self.keys is None:
+            return self.fill(unit, position, score)
+        self.grow(limit)
+        slot = self.used
+        for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
+            mine[:, :, slot : slot + 1] = new
+        self.position[:, :, slot : slot + 1] = position
+        self.score[:, :, slot : slot + 1] = score
+        self.used += 1
+
+    def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
+        """Overwrite slot ``index`` [B, H] of every row and head with a unit [B, H, 1, ...]."""
+        rows, heads = grid(index.shape[0], index.shape[1], index.device)
+        where = (rows[..., 0], heads[..., 0], index)
+        for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
+            mine[where] = new[:, :, 0]
+        self.position[where] = position[:, :, 0].to(torch.int32)
+        self.score[where] = score[:, :, 0]
+
+    def map_rows(self, fn: Any) -> None:
+        """Apply ``fn``, which may change the batch axis only, to every tensor."""
+        if self.keys is not None:
+            self.keys, self.values = map_state(self.keys, fn), map_state(self.values, fn)
+            self.position, self.score = fn(self.position), fn(self.score)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self.keys is None else [*self.keys, *self.values, self.position, self.score]
+
+
+class RaggedPart:
+    """A run whose heads hold different numbers of tokens, for ``attend_torch``: blocks are gathered when read."""
+
+    def __init__(self, slots: Ragged) -> None:
+        self._slots = slots
+        self.key_codec, self.value_codec, self.tokens, self.group = slots.key_codec, slots.value_codec, slots.used, 1
+
+    @property
+    def keys(self) -> Any:
+        """A first row, for shapes and dtypes."""
+        return self.block(0, 1).keys
+
+    @property
+    def values(self) -> Any:
+        return self.block(0, 1).values
+
+    def whole(self) -> Part:
+        return self.block(0, self.tokens)
+
+    def block(self, start: int, stop: int) -> Part:
+        index = self._slots.index(start, stop)
+        keys, values = (self._slots.gather(state, index) for state in (self._slots.keys, self._slots.values))
+        return Part(self.key_codec, keys, self.value_codec, values)
+
+
+class Ragged:
+    """Slots of which every row and head has its own number: flat tensors [N, ...], head after head.
+
+    ``size`` [B, H] says how many, ``start`` [B, H] where they begin. N never changes between two ``fill``.
+    """
+
+    group = 1
+
+    def __init__(self, key_codec: Codec, value_codec: Codec) -> None:
+        self.key_codec, self.value_codec = key_codec, value_codec
+
+    def fill(self, part: Part, position: torch.Tensor, score: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Hold the units that ``chosen`` [B, H, n] bool marks; a unit without a token (-1) is room for a later one."""
+        with torch.inference_mode(False):
+            self.keys, self.values = (map_state(s, lambda t: t[chosen]) for s in (part.keys, part.values))
+            self.position, self.score = position[..., 0][chosen].to(torch.int32), score[chosen].float()
+            self.size = chosen.sum(-1)
+            self.start = (self.size.flatten().cumsum(0) - self.size.flatten()).view_as(self.size)
+        self.used = int(self.size.max())
+
+    @property
+    def tokens(self) -> int:
+        return self.used
+
+    def index(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Where slots ``start:stop`` of each head lie, [B, H, n]; beyond a head's size some other slot."""
+        slot = torch.arange(start, self.used if stop is None else stop, device=self.start.device)
+        return (self.start[..., None] + slot).clamp_max(self.score.shape[0] - 1)
+
+    def gather(self, state: Any, index: torch.Tensor) -> Any:
+        return map_state(state, lambda t: t.index_select(0, index.flatten()).unflatten(0, index.shape))
+
+    def _inside(self) -> torch.Tensor:
+        return torch.arange(self.used, device=self.size.device) < self.size[..., None]
+
+    def part(self) -> Any:
+        return RaggedPart(self)
+
+    def positions(self) -> torch.Tensor:
+        position = self.position[self.index()]
+        return position.masked_fill(~self._inside(), -1)[..., None]
+
+    def scores(self) -> torch.Tensor:
+        return self.score[self.index()]
+
+    def set_scores(self, scores: torch.Tensor) -> None:
+        self.score = scores[self._inside()]
+
+    def pool(self, part: Part) -> Part:
+        mine = self.part().whole()
+        return mine._replace(keys=concat([mine.keys, part.keys]), values=concat([mine.values, part.values]))
+
+    def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
+        where = self.start + index
+        for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
+            mine[where] = new[:, :, 0]
+        self.position[where] = position[:, :, 0, 0].to(torch.int32)
+        self.score[where] = score[:, :, 0]
+
+    def map_rows(self, fn: Any) -> None:
+        """Rows are cut out of the flat tensors in their new order."""
+        rows = fn(torch.arange(self.size.shape[0], device=self.size.device))
+        size = self.size[rows]
+        slot = torch.arange(int(size.max()), device=size.device)
+        index = (self.start[rows][..., None] + slot)[slot < size[..., None]]
+        pick = lambda t: t.index_select(0, index)  # noqa: E731
+        self.keys, self.values = map_state(self.keys, pick), map_state(self.values, pick)
+        self.position, self.score, self.size = pick(self.position), pick(self.score), size
+        self.start = (size.flatten().cumsum(0) - size.flatten()).view_as(size)
+        self.used = int(size.max())
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values, self.position, self.score, self.size, self.start]
+
+
+def slots_used(slots: Any) -> bool:
+    return isinstance(slots, Ragged) or slots.used > 0
+
+
+def take_part(part: Part, index: torch.Tensor) -> Part:
+    """Units ``index`` [B, H, k]."""
+    return part._replace(keys=take(part.keys, index), values=take(part.values, index))
+
+
+def choose(
+    scores: torch.Tensor, position: torch.Tensor, most: int, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best units, oldest first.
+
+    Args:
+        scores: [B, H, n].
+        position: [B, H, n, g].
+        most: units to keep, in the row that keeps most.
+        rows: [B] units to keep per row, where rows differ.
+
+    Returns:
+        Their indices [B, H, most], and their positions [B, H, most, g], -1 beyond a row's own number.
+    """
+    # A stable sort, not topk: pooled scores have ties, and a row must choose alike wherever it stands.
+    index = scores.argsort(dim=-1, descending=True, stable=True)[..., :most]
+    first = position[..., 0].gather(2, index)
+    if rows is not None:
+        beyond = torch.arange(index.shape[-1], device=index.device) >= rows[:, None, None]
+        first = torch.where(beyond, -1, first)
+    late = first.masked_fill(first < 0, torch.iinfo(first.dtype).max)
+    order = late.argsort(dim=-1, stable=True)
+    index, empty = index.gather(2, order), first.gather(2, order) < 0
+    kept = position.gather(2, index[..., None].expand(-1, -1, -1, position.shape[-1]))
+    return index, kept.masked_fill(empty[..., None], -1)

@@ -1,0 +1,477 @@
+"""Importance eviction against a slow reference: lists of tokens per row and head, attention by definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models import build, feed, greedy, llama, llama_config, prompt
+from transformers import DynamicCache, GPT2Config
+
+from hf_kvcache import EvictionCache, KVCache, SinkWindowCache
+from hf_kvcache.attention import kvcache_attention
+from hf_kvcache.eviction import EvictionLayer, Ragged
+from hf_kvcache.policies import POLICIES
+from hf_kvcache.retention import Importance
+from hf_kvcache.spec import storage
+
+OPTIONS = {"snapkv": "window=4,kernel=3", "expected": "future=16"}
+POLICY = list(POLICIES)
+STORAGES = [
+    "full",
+    "int8",
+    "fp8",
+    "int8(sinks=2)",
+    "int8(residual=3)",
+    "int4(group=4,residual=4)",
+    "k8v4(group=4,residual=4)",
+]
+
+
+def spec(policy: str, store: str = "full", budget: object = 14, extra: str = "") -> str:
+    options = [f"budget={budget}", "sinks=2", "recent=4", OPTIONS.get(policy, ""), extra]
+    return f"{store}+{policy}({','.join(filter(None, options))})"
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """One row, one KV head: what is held, and what every query saw. Full precision; a prompt, then single tokens."""
+
+    def __init__(self, policy: str, budget: int, sinks: int, recent: int) -> None:
+        self.policy, self.budget, self.sinks, self.recent = policy, budget, sinks, recent
+        self.kept: list[int] = []
+        self.score: dict[int, float] = {}
+        self.anchor = 0.0
+        self.seen = 0
+
+    def step(self, q, k, v, keys, values):
+        """q [G, n, D]; k, v [n, D] new; keys, values: all tokens ever. Returns [G, n, D]."""
+        new, out, mass = list(range(self.seen, self.seen + len(k))), [], {}
+        observed = {"tova": len(k) - 1, "snapkv": max(len(k) - 4, 0)}.get(self.policy, 0)
+        for i in range(len(k)):
+            see = self.kept + new[: i + 1]
+            probs = torch.softmax(q[:, i] @ keys[see].T / math.sqrt(q.shape[-1]), -1)
+            out.append(probs @ values[see])
+            if i >= observed:
+                for t, p in zip(see, probs.mean(0).tolist(), strict=True):
+                    mass[t] = mass.get(t, 0.0) + p
+        self.rescore(new, k, mass)
+        self.seen += len(k)
+        self.evict(self.kept + new)
+        return torch.stack(out, 1)
+
+    def rescore(self, new, k, mass):
+        held = self.kept + new
+        if self.policy == "knorm":
+            self.score |= {t: -float(x.norm()) for t, x in zip(new, k, strict=True)}
+        elif self.policy == "keydiff":
+            unit = k / k.norm(dim=-1, keepdim=True)
+            self.anchor = self.anchor + unit.sum(0)
+            mean = self.anchor / self.anchor.norm()
+            self.score |= {t: -float(u @ mean) for t, u in zip(new, unit, strict=True)}
+        elif self.policy == "tova":
+            self.score = {t: mass[t] for t in held}
+        elif self.policy == "h2o":
+            self.score = {t: self.score.get(t, 0.0) + mass[t] for t in held}
+        elif self.policy == "snapkv" and len(new) == 1 and self.kept:
+            self.score = {t: self.score.get(t, 0.0) * (1 - 1 / 4) + mass[t] for t in held}
+        elif self.policy == "snapkv":
+            window = lambda j: held[max(j - 1, 0) : j + 2]  # noqa: E731
+            self.score = {t: max(mass[n] for n in window(j)) for j, t in enumerate(held)}
+
+    def evict(self, held):
+        always = [t for t in held if t < self.sinks or t >= self.seen - self.recent]
+        others = sorted((t for t in held if t not in always), key=lambda t: (-self.score[t], t))
+        self.kept = sorted(always + others[: self.budget - len(always)])
+
+
+def layer(policy: str, store: str = "full", adaptive: bool = False, budget: int = 14) -> EvictionLayer:
+    own = {"snapkv": {"window": 4, "kernel": 3}, "expected": {"future": 16}}.get(policy, {})
+    retention = Importance(policy, budget, 2, 4, adaptive=adaptive, **own)
+    config = llama_config(2)
+    config._attn_implementation = "kvcache"
+    return EvictionLayer(storage(store), retention, config, 0, 2)
+
+
+def run(target: EvictionLayer, q, k, v, mask=None):
+    """One forward of a layer: [B, Hq, n, D]."""
+    module = torch.nn.Module()
+    module.num_key_value_groups = q.shape[1] // k.shape[1]
+    keys, values = target.update(k, v)
+    return kvcache_attention(module, q, keys, values, mask, None)[0].transpose(1, 2)
+
+
+@pytest.mark.parametrize("length", [1, 5, 14, 15, 37])
+@pytest.mark.parametrize("policy", ["knorm", "keydiff", "tova", "h2o", "snapkv"])
+def test_keeps_what_the_definition_keeps(policy: str, length: int) -> None:
+    batch, heads, groups, width, steps = 2, 3, 2, 8, 20
+    total = length + steps
+    q = torch.randn(batch, heads * groups, total, width)
+    k, v = torch.randn(batch, heads, total, width), torch.randn(batch, heads, total, width)
+    mine = layer(policy)
+    slow = [[Slow(policy, 14, 2, 4) for h in range(heads)] for _ in range(batch)]
+    starts = [(0, length), *((length + i, length + i + 1) for i in range(steps))]
+    for a, b in starts:
+        assert mine.get_mask_sizes(b - a) == (min(a, 14) + b - a, a - min(a, 14))
+        out = run(mine, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
+        expected = torch.stack(
+            [
+                torch.cat(
+                    [
+                        slow[i][h].step(
+                            q[i, h * groups : (h + 1) * groups, a:b], k[i, h, a:b], v[i, h, a:b], k[i, h], v[i, h]
+                        )
+                        for h in range(heads)
+                    ]
+                )
+                for i in range(batch)
+            ]
+        )
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+        if policy == "tova":
+            for row in slow:
+                for t in row[0].score:
+                    mean = sum(one.score[t] for one in row) / heads
+                    for one in row:
+                        one.score[t] = mean
+                for one in row:
+                    one.kept = sorted(one.score)
+                    one.evict(one.kept)
+        kept = torch.tensor([[one.kept for one in row] for row in slow])
+        assert torch.equal(mine.positions, kept)
+        assert mine.kept <= 14
+
+
+@pytest.mark.parametrize("store", ["full", "int8", "fp8"])
+def test_kept_bytes_are_those_of_the_first_encoding(store: str) -> None:
+    q, k, v = torch.randn(1, 4, 60, 64), torch.randn(1, 2, 60, 64), torch.randn(1, 2, 60, 64)
+    mine = layer("knorm", store)
+    run(mine, q[:, :, :30], k[:, :, :30], v[:, :, :30])
+    for t in range(30, 60):
+        run(mine, q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1])
+    once = mine.sealed.key_codec.encode(k)
+    slots = mine.kept_slots.units()
+    held = mine.kept_slots.positions()[..., 0].long()
+    for stored, fresh in zip(slots.keys, once, strict=True):
+        assert torch.equal(stored, fresh.gather(2, held[..., None].expand(-1, -1, -1, fresh.shape[-1])))
+
+
+# -- through a model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICY)
+@torch.no_grad()
+def test_evicts_after_attending(policy: str) -> None:
+    """Every query of the prompt sees the whole prompt before it (B26)."""
+    model, ids = llama("kvcache"), prompt(40, 2)
+    cache = KVCache.from_spec(model.config, spec(policy))
+    stock = llama("sdpa")
+    expected = feed(stock, ids, DynamicCache(config=stock.config))
+    torch.testing.assert_close(feed(model, ids, cache), expected, atol=2e-4, rtol=0)
+    assert [one.kept for one in cache.layers] == [14, 14]
+    assert cache.get_seq_length() == 40 and cache.stats().tokens_evicted == 26
+
+
+@pytest.mark.parametrize(
+    ("store", "extra"),
+    [*((store, "") for store in STORAGES), ("full", "adaptive"), ("int8", "adaptive"), ("int8", "pyramid")],
+)
+@pytest.mark.parametrize("policy", POLICY)
+@torch.no_grad()
+def test_a_padded_row_is_the_row_alone(policy: str, store: str, extra: str) -> None:
+    model, name = llama("kvcache"), spec(policy, store, extra=extra)
+    long, short = prompt(40), prompt(29, seed=5)
+    ids = torch.cat([long, torch.cat([torch.zeros(1, 11, dtype=torch.long), short], 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    steps = prompt(8, 2, seed=9)
+
+    def logits(rows: torch.Tensor, attention: torch.Tensor | None, after: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        positions = None if attention is None else (attention.cumsum(-1) - 1).clamp_min(0)
+        out = [model(rows, attention_mask=attention, position_ids=positions, past_key_values=cache).logits[:, -1]]
+        for i in range(after.shape[1]):
+            if attention is not None:
+                attention = torch.cat([attention, attention.new_ones(len(attention), 1)], 1)
+                positions = attention.sum(-1, keepdim=True) - 1
+            out.append(
+                model(
+                    after[:, i : i + 1], attention_mask=attention, position_ids=positions, past_key_values=cache
+                ).logits[:, -1]
+            )
+        return torch.stack(out, 1)
+
+    both, caches = KVCache.from_spec(model.config, name), [KVCache.from_spec(model.config, name) for _ in range(2)]
+    got = logits(ids, mask, steps, both)
+    for row, (alone, cache) in enumerate(zip((long, short), caches, strict=True)):
+        torch.testing.assert_close(
+            got[row : row + 1], logits(alone, None, steps[row : row + 1], cache), atol=1e-4, rtol=0
+        )
+        for mine, other in zip(both.layers, cache.layers, strict=True):
+            n = other.positions.shape[-1]
+            assert torch.equal(mine.positions[row, :, :n], other.positions[0])
+            assert bool((mine.positions[row, :, n:] == -1).all())
+    assert sum(both.memory()["device"].values()) == both.nbytes
+
+
+@pytest.mark.parametrize("store", STORAGES)
+@pytest.mark.parametrize("policy", ["knorm", "snapkv", "h2o"])
+@torch.no_grad()
+def test_budget_holds_at_every_step(policy: str, store: str) -> None:
+    """Prompt, decode and a second turn in chunks; newcomers are not starved (B65); kept tokens ascend."""
+    model = llama("kvcache")
+    cache = KVCache.from_spec(model.config, spec(policy, store))
+    for length in (9, *[1] * 12, 30, *[1] * 9, 3):
+        assert cache.get_mask_sizes(length)[0] == cache.layers[0].kept + length
+        assert torch.isfinite(feed(model, prompt(length, 2, seed=length), cache)).all()
+        for one in cache.layers:
+            assert one.kept <= 14
+            positions = one.positions
+            assert bool((positions.diff(dim=-1) > 0).all())
+            seen = cache.get_seq_length()
+            assert set(range(max(seen - 4, 0), seen)) <= set(positions[0, 0].tolist())
+            assert {0, 1} <= set(positions[1, 1].tolist())
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("length", [1, 2, 5, 40])
+@torch.no_grad()
+def test_a_share_keeps_its_share_and_never_nothing(budget: float, length: int) -> None:
+    model = llama("kvcache")
+    cache = EvictionCache(model.config, "knorm", budget, sinks=1, recent=2)
+    feed(model, prompt(length, 2), cache)
+    for seen in range(length, length + 9):
+        expected = min(max(math.ceil(budget * seen - 1e-9), 3), seen)
+        assert [one.kept for one in cache.layers] == [expected] * 2
+        assert torch.isfinite(feed(model, prompt(1, 2), cache)).all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("policy", ["random", "knorm", "keydiff"])
+@torch.no_grad()
+def test_stock_attention_gives_the_same(policy: str, attention: str) -> None:
+    ours, stock = llama("kvcache"), llama(attention)
+    caches = [KVCache.from_spec(m.config, spec(policy, "int8")) for m in (ours, stock)]
+    for chunk in (40, 1, 1, 7, 1):
+        ids = prompt(chunk, 2, seed=chunk)
+        pair = [feed(m, ids, c) for m, c in zip((ours, stock), caches, strict=True)]
+        torch.testing.assert_close(*pair, atol=2e-4, rtol=0)
+    assert torch.equal(caches[0].layers[1].positions, caches[1].layers[1].positions)
+    padded = torch.ones(2, 9, dtype=torch.long)
+    padded[0, :3] = 0
+    with pytest.raises(ValueError, match="padding"):
+        stock(prompt(9, 2), attention_mask=padded, past_key_values=KVCache.from_spec(stock.config, spec(policy)))
+
+
+@pytest.mark.parametrize(("store", "extra"), [("full", ""), ("int8", "adaptive"), ("int4(group=4,residual=4)", "")])
+@torch.no_grad()
+def test_row_operations_move_everything(store: str, extra: str) -> None:
+    """Scores, positions and statistics go with their row: continuing equals a batch built in the new order."""
+    model, ids = llama("kvcache"), prompt(30, 3)
+    order = torch.tensor([2, 0, 0, 1])
+    for policy in ("h2o", "keydiff", "expected"):
+        moved, built = (KVCache.from_spec(model.config, spec(policy, store, extra=extra)) for _ in range(2))
+        feed(model, ids, moved)
+        feed(model, ids[:, :2], moved, chunk=1)
+        copy = moved.fork()
+        moved.batch_repeat_interleave(2)
+        moved.batch_select_indices(order * 2)
+        moved.reorder_cache(torch.tensor([0, 1, 2, 3]))
+        feed(model, ids[order], built)
+        feed(model, ids[order, :2], built, chunk=1)
+        after = prompt(12, 4, seed=3)
+        torch.testing.assert_close(feed(model, after, moved, 1), feed(model, after, built, 1), atol=1e-5, rtol=0)
+        assert moved.get_seq_length() == 44 and copy.get_seq_length() == 32
+        assert copy.layers[0].positions.shape[0] == 3
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "expected"])
+@torch.no_grad()
+def test_adaptive_heads_share_real_memory(policy: str) -> None:
+    """Heads hold different numbers of tokens, the sum is the budget's, and the bytes are those of the sum."""
+    config = llama_config(2, hidden_size=128, num_attention_heads=8, num_key_value_heads=4)
+    model = build(config, "kvcache")
+    ids = prompt(200, 2)
+    caches = [KVCache.from_spec(config, spec(policy, "int8", 60, extra)) for extra in ("", "adaptive")]
+    for cache in caches:
+        feed(model, ids, cache)
+    uniform, shared = (cache.layers[0].kept_slots for cache in caches)
+    assert isinstance(shared, Ragged)
+    assert shared.size.sum(-1).tolist() == [240, 240]
+    assert int(shared.size.max()) > 60 and int(shared.size.min()) >= 12
+    tensors = lambda slots: sum(t.nbytes for t in slots.tensors())  # noqa: E731
+    assert tensors(shared) <= 1.03 * tensors(uniform) + 2 * shared.size.nbytes
+    before = caches[1].nbytes
+    for t in range(5):
+        assert torch.isfinite(feed(model, ids[:, t : t + 1], caches[1])).all()
+    assert caches[1].nbytes == before
+
+
+def test_ragged_attention_is_that_of_each_head_alone() -> None:
+    q, k, v = torch.randn(2, 6, 50, 8), torch.randn(2, 3, 50, 8), torch.randn(2, 3, 50, 8)
+    mine = layer("h2o", adaptive=True)
+    run(mine, q[:, :, :48], k[:, :, :48], v[:, :, :48])
+    positions, sizes = mine.positions, mine.kept_slots.size
+    out = run(mine, q[:, :, 48:49], k[:, :, 48:49], v[:, :, 48:49])
+    assert len(set(sizes.flatten().tolist())) > 1
+    for row in range(2):
+        for head in range(3):
+            see = [*positions[row, head, : sizes[row, head]].tolist(), 48]
+            probs = torch.softmax(q[row, 2 * head : 2 * head + 2, 48] @ k[row, head, see].T / math.sqrt(8), -1)
+            torch.testing.assert_close(
+                out[row, 2 * head : 2 * head + 2, 0], probs @ v[row, head, see], atol=1e-5, rtol=1e-4
+            )
+
+
+@torch.no_grad()
+def test_pyramid_gives_lower_layers_more() -> None:
+    model = llama("kvcache", layers=4)
+    cache = EvictionCache(model.config, "knorm", 20, sinks=2, recent=4, pyramid=True)
+    feed(model, prompt(60, 2), cache)
+    assert [one.kept for one in cache.layers] == [30, 23, 17, 10]
+    assert torch.isfinite(feed(model, prompt(3, 2), cache, 1)).all()
+
+
+@pytest.mark.parametrize("policy", POLICY)
+def test_generate_in_every_mode(policy: str) -> None:
+    """Beams, samples and a second turn; a prompt shorter than every window (B29, B69)."""
+    model = llama("kvcache")
+    for length in (1, 4, 5, 40):
+        cache = KVCache.from_spec(model.config, spec(policy, "int8"))
+        out = greedy(model, prompt(length, 2), cache, new=14, num_beams=2)
+        assert out.shape[1] == length + 14 and cache.layers[0].kept == 14
+    cache = KVCache.from_spec(model.config, spec(policy, "int8"))
+    out = greedy(model, prompt(40, 2), cache)
+    again = torch.cat([out, prompt(4, 2, seed=3)], 1)
+    more = greedy(model, again, cache, new=5)
+    assert more.shape[1] == again.shape[1] + 5 and cache.get_seq_length() == more.shape[1] - 1
+
+
+@torch.no_grad()
+def test_rollback_only_where_it_is_exact() -> None:
+    model = llama("kvcache")
+    for policy, store in (("knorm", "full"), ("random", "int8"), ("tova", "full"), ("knorm", "int8(residual=20)")):
+        cache = KVCache.from_spec(model.config, spec(policy, store))
+        fresh = KVCache.from_spec(model.config, spec(policy, store))
+        feed(model, prompt(9), cache)
+        cache.rollback(3)
+        feed(model, prompt(9)[:, :6], fresh)
+        after = prompt(30, seed=4)
+        torch.testing.assert_close(feed(model, after, cache, 1), feed(model, after, fresh, 1), atol=1e-4, rtol=0)
+        assert not cache.is_croppable
+        with pytest.raises(ValueError, match="has evicted"):
+            cache.rollback(1)
+    cache = KVCache.from_spec(model.config, spec("h2o"))
+    feed(model, prompt(9), cache)
+    with pytest.raises(ValueError, match="scores of policy 'h2o'"):
+        cache.rollback(1)
+    cache.rollback(9)
+    assert cache.get_seq_length() == 0 and cache.layers[0].kept == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda c: EvictionCache(c, "nope"), "unknown policy 'nope'"),
+        (lambda c: EvictionCache(c, "knorm", 10), "raise budget"),
+        (lambda c: EvictionCache(c, "knorm", 1.0), "float in"),
+        (lambda c: EvictionCache(c, "knorm", 0.0), "float in"),
+        (lambda c: EvictionCache(c, "knorm", True), "budget=True"),
+        (lambda c: EvictionCache(c, "knorm", 64, recent=0), "recent=0"),
+        (lambda c: EvictionCache(c, "knorm", 64, seed=1), "knorm"),
+        (lambda c: EvictionCache(c, "snapkv", 64, kernel=4), "odd kernel"),
+        (lambda c: EvictionCache(c, "snapkv", 64, adaptive=True, storage="int4"), "adaptive"),
+        (lambda c: KVCache.from_spec(c, "snapkv(budget=64)+sink(4,60)"), "two retentions"),
+        (lambda c: KVCache.from_spec(c, "snapkv(budget=64,foo=1)"), "known options are budget"),
+        (lambda c: SinkWindowCache(GPT2Config(n_layer=2), reposition=True), "no rotary positions"),
+    ],
+)
+def test_refusals(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(llama_config())
+
+
+@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv", "expected"])
+def test_policies_that_need_attention_say_so_before_the_first_token(policy: str) -> None:
+    for attention in ("sdpa", "eager"):
+        model = llama(attention)
+        cache = KVCache.from_spec(model.config, spec(policy))
+        with pytest.raises(ValueError, match='set_attn_implementation\\("kvcache"\\)'):
+            greedy(model, prompt(5), cache)
+        assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="pyramid budgets differ"):
+        greedy(llama("sdpa"), prompt(5), KVCache.from_spec(llama("sdpa").config, spec("knorm", extra="pyramid")))
+
+
+def test_gradients_are_refused() -> None:
+    model = llama("kvcache")
+    with pytest.raises(ValueError, match="no gradient"):
+        model(prompt(5), past_key_values=KVCache.from_spec(model.config, spec("knorm")))
+
+
+@pytest.mark.parametrize("policy", POLICY)
+def test_spec_round_trip(policy: str) -> None:
+    for text in (spec(policy), spec(policy, "int8", 0.25, "pyramid"), f"{policy}(64,8,adaptive)+fp8"):
+        cache = KVCache.from_spec(llama_config(), text)
+        assert KVCache.from_spec(llama_config(), cache.spec).spec == cache.spec
+
+
+@torch.no_grad()
+def test_reset_forgets_everything() -> None:
+    model = llama("kvcache")
+    for policy in POLICY:
+        cache = KVCache.from_spec(model.config, spec(policy))
+        first = feed(model, prompt(30), cache)
+        feed(model, prompt(20), cache, 1)
+        cache.reset()
+        assert cache.get_seq_length() == 0 and sum(cache.memory()["device"].values()) == cache.nbytes
+        assert torch.equal(feed(model, prompt(30), cache), first)
+
+
+def test_expected_attention_is_its_formula() -> None:
+    """Against the definition on one head: queries turned back, their mean and covariance turned on and averaged."""
+    mine = layer("expected", budget=20)
+    q, k, v = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
+    run(mine, q, k, v)
+    rope, head = mine.rope, 1
+    plain = rope.turn(q, -torch.arange(40))[0, 2:4]
+    turns = torch.stack([rope.turn(torch.eye(8)[None, None], torch.full((8,), t))[0, 0].T for t in range(40, 56)]).mean(
+        0
+    )
+    chance = []
+    for g in range(2):
+        own = plain[g, 4:]
+        mean, cov = turns @ own.mean(0), turns @ torch.cov(own.T, correction=0) @ turns.T
+        logits = k[0, head] @ mean / math.sqrt(8) + torch.einsum("nd,de,ne->n", k[0, head], cov, k[0, head]) / 16
+        chance.append(torch.softmax(logits, -1))
+    score = (torch.stack(chance).mean(0) + 0.02) * v[0, head].norm(dim=-1)
+    score[:2] = score[-4:] = math.inf
+    assert mine.positions[0, head].tolist() == sorted(score.topk(20).indices.tolist())
+
+
+# -- repositioned sinks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["full", "int8", "int4(group=4,residual=4)"])
+@torch.no_grad()
+def test_reposition_equals_a_fresh_window(store: str) -> None:
+    """With one layer a query sees exactly what a fresh window of the same tokens would show it; all positions small."""
+    model, stock, ids = build(llama_config(1), "kvcache"), build(llama_config(1), "sdpa"), prompt(40, 2)
+    name = f"{store}+sink(2,6,reposition=on)"
+    logits = [feed(model, ids, KVCache.from_spec(model.config, name), chunk) for chunk in (1, 7, 40)]
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], atol=2e-4, rtol=0)
+    if store == "full":
+        for p in (3, 8, 20, 39):
+            window = ids[:, [*range(min(2, p - 5)), *range(max(p - 5, 0), p + 1)]] if p > 7 else ids[:, : p + 1]
+            torch.testing.assert_close(logits[0][:, p], stock(window).logits[:, -1], atol=2e-4, rtol=0)
+    canonical = KVCache.from_spec(model.config, name).spec
+    assert "reposition=on" in canonical and KVCache.from_spec(model.config, canonical).spec == canonical
+
+
+def test_reposition_needs_our_attention() -> None:
+    model = llama("sdpa")
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        greedy(model, prompt(5), SinkWindowCache(model.config, 2, 6, reposition=True))
