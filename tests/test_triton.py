@@ -70,7 +70,7 @@ def poisoned(state: Any) -> Any:
 
     def grow(t: torch.Tensor) -> torch.Tensor:
         garbage = float("nan") if t.is_floating_point() else 127  # 0x7F is NaN in both 8-bit floats
-        slab = torch.full((*t.shape[:2], t.shape[2] + SPARE, t.shape[3]), garbage, dtype=t.dtype, device=t.device)
+        slab = torch.full((*t.shape[:2], t.shape[2] + SPARE, *t.shape[3:]), garbage, dtype=t.dtype, device=t.device)
         slab[:, :, : t.shape[2]] = t
         return slab
 
@@ -174,7 +174,7 @@ def test_large_and_tiny_numbers_stay_finite():
 @pytest.mark.parametrize("tokens", [1, 127, 1000, 8192, 100_000])
 @pytest.mark.parametrize("pairs", [1, 8, 64, 5000])
 def test_splits_cover_every_token_once(tokens, pairs):
-    tiles = triton_decode.tile_sizes(128, 128, 4, 4, 1, 16)
+    tiles = triton_decode.tile_sizes(*[triton_decode.form_of(CODECS["int8"], 128)] * 2, 1, 16)
     count, size = triton_decode.split_sizes(tokens, tiles, pairs, 132)
     assert size % tiles.block_n == 0
     assert (count - 1) * size < tokens <= count * size
