@@ -218,40 +218,33 @@ def _fold_query(
     q,
     scales,
     zeros,
-    first_group,
+    group,
     groups,
-    NEAR: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The query times the steps of NEAR groups of tokens, divided by a ``unit`` each; the units; and the terms of the
-    zeros, [ROWS] each."""
-    folded, units, shifts = (), (), ()
-    for near in tl.static_range(NEAR):
-        group = first_group + near
-        steps = ()
-        peak = 0.0
-        for j in tl.static_range(PLANES):
-            channel = tl.arange(0, BLOCK) * PLANES + j
-            at = group * WIDTH + channel
-            step = _load_scales(scales, at, (channel < WIDTH) & (at < groups * WIDTH), FORMAT)
-            steps = steps + (step,)  # type: ignore[assignment]
-            peak = tl.maximum(peak, tl.max(step, 0))
-        unit = _power_of_two(peak)
-        shift = tl.zeros([q[0].shape[0]], tl.float32)
-        for j in tl.static_range(PLANES):
-            channel = tl.arange(0, BLOCK) * PLANES + j
-            at = group * WIDTH + channel
-            zero = _load_zeros(zeros, at, (channel < WIDTH) & (at < groups * WIDTH))
-            stepped = q[j].to(tl.float32) * (steps[j] / unit)[None, :]
-            folded = folded + (stepped.to(DTYPE),)  # type: ignore[assignment]
-            shift += tl.sum(stepped * zero[None, :], 1)
-        units = units + (unit,)  # type: ignore[assignment]
-        shifts = shifts + (shift,)  # type: ignore[assignment]
-    return folded, units, shifts
+    """The query times the steps of one group of tokens, divided by ``unit``; the unit; and the zeros' term [ROWS]."""
+    steps, offsets = (), ()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(PLANES):
+        channel = tl.arange(0, BLOCK) * PLANES + j
+        at = group * WIDTH + channel
+        inside = (channel < WIDTH) & (at < groups * WIDTH)
+        step = _load_scales(scales, at, inside, FORMAT)
+        steps = steps + (step,)  # type: ignore[assignment]
+        offsets = offsets + (_load_zeros(zeros, at, inside),)  # type: ignore[assignment]
+        peak = tl.maximum(peak, step)
+    unit = _power_of_two(tl.max(peak, 0))
+    folded = ()
+    shift = tl.zeros([q[0].shape[0], BLOCK], tl.float32)
+    for j in tl.static_range(PLANES):
+        stepped = q[j].to(tl.float32) * (steps[j] / unit)[None, :]
+        folded = folded + (stepped.to(DTYPE),)  # type: ignore[assignment]
+        shift += stepped * offsets[j][None, :]
+    return folded, unit, tl.sum(shift, 1)
 
 
 @triton.jit
@@ -310,21 +303,20 @@ def _weigh(
 ):
     """Probabilities times the scales of a channel group, divided by ``unit``; the unit; and the zeros' term [ROWS]."""
     factors = ()
-    peak = 0.0
+    peak = tl.zeros([line.shape[0]], tl.float32)
     for i in tl.static_range(TOKENS):
-        at = _row(line, i, TOKENS, LINES) * GROUPS + GROUP
-        factor = _load_scales(scales, at, exists, FORMAT)
+        factor = _load_scales(scales, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists, FORMAT)
         factors = factors + (factor,)  # type: ignore[assignment]
-        peak = tl.maximum(peak, tl.max(factor, 0))
-    unit = peak * 6.103515625e-05  # 2**-14: weights up to 16384 use float16's range
+        peak = tl.maximum(peak, factor)
+    unit = tl.max(peak, 0) * 6.103515625e-05  # 2**-14: weights up to 16384 use float16's range
     weights = ()
-    shift = tl.zeros([p[0].shape[0]], tl.float32)
+    shift = tl.zeros([p[0].shape[0], line.shape[0]], tl.float32)
     for i in tl.static_range(TOKENS):
         weights = weights + ((p[i] * (factors[i] / unit)[None, :]).to(DTYPE),)  # type: ignore[assignment]
         if LOW:
-            at = _row(line, i, TOKENS, LINES) * GROUPS + GROUP
-            shift += tl.sum(p[i] * (factors[i] * _load_zeros(zeros, at, exists))[None, :], 1)
-    return weights, unit, shift
+            zeros_of = _load_zeros(zeros, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists)
+            shift += p[i] * (factors[i] * zeros_of)[None, :]
+    return weights, unit, tl.sum(shift, 1)
 
 
 # Numbers that grow with the sequence or the slab are not specialized on: they would compile again and again.
@@ -429,48 +421,53 @@ def _partial_kernel(
         line = first + tl.arange(0, BLOCK_N)
         exists = line < stop
         k = _load_words(keys, line, exists, STRIDE_K, PARTS_K, LINES, GROUPS_K, SPAN_K, WIDTH_K // PLANES_K, BLOCK_K)
-        if NEAR:
-            folded, units, zero_terms = _fold_query(
-                q, key_scales, key_zeros, first // LINES, stop // LINES,
-                NEAR, PLANES_K, WIDTH_K, BLOCK_K, FORMAT_K, DTYPE_K,
+        dots = ()
+        for _ in tl.static_range(TOKENS):
+            dots = dots + (tl.zeros([ROWS, BLOCK_N], tl.float32),)  # type: ignore[assignment]
+        for near in tl.static_range(NEAR):
+            folded, unit_k, term = _fold_query(
+                q, key_scales, key_zeros, first // LINES + near, stop // LINES,
+                PLANES_K, WIDTH_K, BLOCK_K, FORMAT_K, DTYPE_K,
             )  # fmt: skip
-        p = ()
-        new_peak = peak
+            own = (line // LINES == first // LINES + near)[None, :]
+            before, dots = dots, ()
+            for i in tl.static_range(TOKENS):
+                dot = _dots(folded, k[i % PARTS_K], 0, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
+                dots = dots + (tl.where(own, (dot + term[:, None]) * unit_k, before[i]),)  # type: ignore[assignment]
+
+        raw = ()
+        top = tl.full([ROWS, BLOCK_N], float("-inf"), tl.float32)
         for i in tl.static_range(TOKENS):
             token = _row(line, i, TOKENS, LINES)
-            scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
-            if NEAR:
-                for near in tl.static_range(NEAR):
-                    dots = _dots(folded, k[i % PARTS_K], near, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
-                    dots = (dots + zero_terms[near][:, None]) * units[near]
-                    scores = tl.where((line // LINES == first // LINES + near)[None, :], dots, scores)
-            else:
+            scores = dots[i]
+            if not NEAR:
                 for group in tl.static_range(GROUPS_K):
                     words = k[i % PARTS_K * GROUPS_K + group]
-                    dots = _dots(q, words, group, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
+                    dot = _dots(q, words, group, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
                     if CODES_K > 1:
                         zeros = _load_zeros(key_zeros, token * GROUPS_K + group, exists)
-                        dots += q_sums[group][:, None] * zeros[None, :]
+                        dot += q_sums[group][:, None] * zeros[None, :]
                     if FORMAT_K != "full":
-                        dots *= _load_scales(key_scales, token * GROUPS_K + group, exists, FORMAT_K)[None, :]
-                    scores += dots
+                        dot *= _load_scales(key_scales, token * GROUPS_K + group, exists, FORMAT_K)[None, :]
+                    scores += dot
             scores = scores * (unit_q * scaling)[:, None]
             if SOFTCAP:
                 scores = _capped(scores, softcap) * LOG2E
             visible = _visible(mask, mask_rows, rows_inside, token, exists, mn, MASK)
             scores = tl.where(visible, scores, float("-inf"))
-            p = p + (scores,)  # type: ignore[assignment]
-            new_peak = tl.maximum(new_peak, tl.max(scores, 1))
+            raw = raw + (scores,)  # type: ignore[assignment]
+            top = tl.maximum(top, scores)
 
+        new_peak = tl.maximum(peak, tl.max(top, 1))
         floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: -inf - -inf is NaN
         fade = tl.exp2(peak - floor)
-        total = total * fade
-        scores_of, p = p, ()
-        for i in tl.static_range(TOKENS):
-            seen = tl.exp2(scores_of[i] - floor[:, None])
-            total += tl.sum(seen, 1)
-            p = p + (seen,)  # type: ignore[assignment]
         peak = new_peak
+        p = ()
+        mass = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for i in tl.static_range(TOKENS):
+            p = p + (tl.exp2(raw[i] - floor[:, None]),)  # type: ignore[assignment]
+            mass += p[i]
+        total = total * fade + tl.sum(mass, 1)
 
         v = _load_words(values, line, exists, STRIDE_V, PARTS_V, LINES, GROUPS_V, SPAN_V, WIDTH_V // PLANES_V, BLOCK_V)
         faded, moved = (), ()
