@@ -439,7 +439,7 @@ def _partial_kernel(
         top = tl.full([ROWS, BLOCK_N], float("-inf"), tl.float32)
         for i in tl.static_range(TOKENS):
             token = _row(line, i, TOKENS, LINES)
-            scores = dots[i]
+            scores = dots[i]  # type: ignore[var-annotated]
             if not NEAR:
                 for group in tl.static_range(GROUPS_K):
                     words = k[i % PARTS_K * GROUPS_K + group]
@@ -935,6 +935,11 @@ def _mask_arguments(
     return mask.view(torch.uint8), "rows" if head or row else "keys", (batch, head, row, mask.stride(3))
 
 
+def can_append(x: torch.Tensor) -> bool:
+    """Whether ``append_quantized`` takes states of this dtype on this device."""
+    return x.dtype in FLOATS and (x.is_cuda or INTERPRETED) and _most_rows(x.device, x.dtype) > 0
+
+
 def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) -> None:
     """Encode ``x`` [B, H, n, D] straight into rows ``slot : slot + n`` of a slab: the bits of ``codec.encode``.
 
@@ -947,7 +952,7 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     codes, scale = state.codes, state.scale
     batch, heads, tokens, width = x.shape
     assert isinstance(codec, PerToken), codec.name
-    assert x.dtype in FLOATS and x.device == codes.device == scale.device and (x.is_cuda or INTERPRETED)
+    assert can_append(x) and x.device == codes.device == scale.device, (x.dtype, x.device, codes.device)
     assert codes.shape[:2] == (batch, heads) and codes.shape[3] == width, (codes.shape, x.shape)
     assert codes.element_size() == 1 and scale.dtype == torch.float32, (codes.dtype, scale.dtype)
     assert scale.shape == (*codes.shape[:3], 1), scale.shape
@@ -955,15 +960,15 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     assert codes.stride(3) == 1 and (scale.stride(2) == 1 or codes.shape[2] == 1), (codes.stride(), scale.stride())
     if not x.numel():
         return
-    if width >= codec.rotate_from:  # type: ignore[attr-defined]
-        x = turn(x.float(), codec.rotate_from)  # type: ignore[attr-defined]
+    if width >= codec.rotate_from:
+        x = turn(x.float(), codec.rotate_from)
     if x.stride(3) != 1:
         x = x.contiguous()
     count, block = batch * heads * tokens, _block(width)
     rows = max(1, 1024 // block)
     with _current(x.device):
         _append_kernel[(-(-count // rows),)](
-            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),  # type: ignore[attr-defined]
+            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),
             *x.stride()[:3], *codes.stride()[:3], *scale.stride()[:2], width, block, rows, codec.name,
             x.is_cuda,  # there, torch divides by a number by multiplying with its reciprocal
         )  # fmt: skip
