@@ -57,7 +57,11 @@ class Run:
     def fuses(self, plain: Part) -> bool:
         """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
         codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
-        return codecs and plain.keys.values.is_cuda and self.keys.state is not None and has_triton()
+        if not (codecs and plain.keys.values.is_cuda and self.keys.state is not None and has_triton()):
+            return False
+        from .triton_decode import can_append
+
+        return can_append(plain.keys.values) and can_append(plain.values.values)
 
     def append_one(self, plain: Part) -> None:
         """Encode one token straight into its slot."""

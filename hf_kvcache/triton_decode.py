@@ -2,8 +2,9 @@
 
 A decode step is bound by memory: every stored byte is read once and little is computed with it. Per layer
 
-    bytes per step = B * H * n * (Dk + 4 + Dv + 4)      8-bit codecs: codes, a float32 scale beside each row
-                   = B * H * n * (Dk + Dv) * 2          ``full`` in 16 bits
+    bytes per step = B * H * n * (Dk + Dv) * 2          ``full`` in 16 bits
+                   = B * H * n * (Dk + 4 + Dv + 4)      8-bit codecs: codes, a float32 scale beside each row
+                   = B * H * n * (Dk + Dv) * 5 / 8      int4 in groups of 32; int2: 3 / 8
 
 have to move, and the kernel is good when it takes little longer than a copy of as many bytes. Four things get
 it there (FlashAttention-2, Dao, arXiv:2307.08691; Flash-Decoding, Dao et al., 2023,
@@ -25,17 +26,34 @@ second kernel cannot tell parts from splits, and joins all of them exactly:
 
     M = max_i m_i     o = sum_i exp(m_i - M) a_i / (sum_i exp(m_i - M) l_i + exp(s_aux - M))
 
-*Words and planes.* Four codes are read as one 32-bit word; ``plane j`` is the tile of every fourth code. A dot
+*Words and planes.* Four bytes are read as one 32-bit word; ``plane j`` is the tile of every fourth channel. A dot
 product does not care about the order of its terms, so scores are the sum of four products of a plane of the query
 with a plane of the codes, and outputs are four tiles that interleave when stored. Nothing is ever shuffled between
 threads byte by byte, which 8-bit operands would otherwise need for the values (their tokens are the summed axis).
-A format with more codes to a word (int4: 8 planes, int2: 16) adds its line to ``_plane`` and ``_words``; one with
-scales per channel multiplies the query by them.
 
-*Numbers.* All 8-bit codes are exact in float16, which tensor cores multiply into float32 sums. To stay in range
+*Lines.* A byte of int4 holds two tokens of one channel, a byte of int2 four (see ``lowbit``): a word has 8 or 16
+planes, and is read once for all of them. So programs walk over *lines*, each of which stands for ``TOKENS`` tokens,
+as many as the denser side has in a byte. With L = group / TOKENS lines to a group, token i of line n is token
+
+    n // L * group + i * L + n % L
+
+A side with fewer codes to a byte reads several rows for a line; that of ``full`` and of 8 bits alone is a token.
+
+*Steps and zeros* (``lowbit``). Keys per channel multiply the query, once per group of tokens, and zeros add one term:
+
+    q . k_t = (q * step) . code_t + (q * step) . zero
+
+A block of lines that spans several groups makes the product with the query of each, and every line takes its own.
+Scales per token and channel group cut a row into tiles, one per channel group, that are scaled like rows of 8 bits.
+
+*Rotated values.* Parts that store values rotated and parts that store them plain meet in one output. The second kernel
+keeps one sum for either kind, and only the sum of the rotated ones, [rows, Dv], is turned back: one product for the
+step. Rotating the plain parts instead would take that product for all of their tokens, or for all of their splits.
+
+*Numbers.* All codes are exact in float16, which tensor cores multiply into float32 sums. To stay in range
 in float16 whatever the model's type, a query is divided by a power of two and probabilities by their block's
-largest scale; both factors are put back in float32. Plain 16-bit states are multiplied in their own type. float32
-queries are multiplied in float32.
+largest scale; both factors are put back in float32, and zeros are summed in float32. Plain 16-bit states are
+multiplied in their own type. float32 queries are multiplied in float32.
 
 ``append_quantized`` is the writing side: read a row once, write codes and scale into their slots.
 
@@ -46,6 +64,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +72,15 @@ import triton
 import triton.language as tl
 
 from .attention import Part
-from .codecs import NEVER, Codec, Scaled, turn
+from .codecs import NEVER, Codec, PerToken, Plain, Scaled, turn
+from .lowbit import GroupedCodec
 
-FORMATS = ("full", "int8", "fp8_e4m3", "fp8_e5m2")  # codecs that the kernels know, by name
+FORMATS = ("full", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2")  # codecs that the kernels know, by name
 FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MAX_QUERIES = 16
 MAX_ROWS = 128  # more rows are a prefill, which is bound by arithmetic: not what these kernels are for
 MAX_WIDTH = 256
+MAX_GROUPS = 16  # channel groups: the kernel is unrolled over them
 MERGE_SPLITS = 32  # splits that the second kernel reads at a time
 FEW_ROWS = 32  # what every GPU since Ampere has room for, in float32 too: 99 KB of shared memory at most
 ROOM_FOR_MANY = 170_000  # bytes of shared memory that one program of MAX_ROWS rows may need
@@ -73,29 +94,68 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exponents are of base 2, which is wh
 
 
 @triton.jit
-def _load_words(base, tokens, stop, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK_N, BLOCK] words of stored rows, zeros where nothing is stored."""
-    columns = tl.arange(0, BLOCK)
-    inside = (tokens < stop)[:, None]
-    if WIDTH < BLOCK:
-        inside = inside & (columns < WIDTH)[None, :]
-    return tl.load(base + tokens[:, None] * stride + columns[None, :], mask=inside, other=0)
+def _row(line, PART: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr):
+    """Row PART of the PARTS rows that belong to each line, where LINES lines make a group; see *Lines* above."""
+    return line // LINES * (LINES * PARTS) + PART * LINES + line % LINES
 
 
 @triton.jit
-def _load_scales(base, tokens, stop, FORMAT: tl.constexpr):
-    """[BLOCK_N] float32 factors that belong to ``_plane``; zeros where nothing is stored."""
-    scales = tl.load(base + tokens, mask=tokens < stop, other=0.0)
+def _load_words(
+    base,
+    line,
+    exists,
+    STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LINES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tiles [BLOCK_N, BLOCK] of stored words, for each row of a line and each channel group; zeros where none are."""
+    tiles = ()
+    for part in tl.static_range(PARTS):
+        row = _row(line, part, PARTS, LINES)
+        for group in tl.static_range(GROUPS):
+            column = tl.arange(0, BLOCK)
+            inside = exists[:, None]
+            if SPAN < BLOCK or GROUPS * SPAN > WORDS:
+                inside = inside & ((column < SPAN) & (group * SPAN + column < WORDS))[None, :]
+            at = base + row[:, None] * STRIDE + (group * SPAN + column)[None, :]
+            tiles = tiles + (tl.load(at, mask=inside, other=0),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _load_scales(base, at, exists, FORMAT: tl.constexpr):
+    """float32 factors that belong to ``_plane``; zeros where nothing is stored."""
+    scales = tl.load(base + at, mask=exists, other=0.0).to(tl.float32)
     if FORMAT == "fp8_e4m3":
         scales = scales * 256.0
+    elif FORMAT == "int4" or FORMAT == "int2":
+        scales = scales * 16777216.0
     return scales
 
 
 @triton.jit
-def _plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """[BLOCK_N, BLOCK] numbers in code PLANE of each word, as DTYPE; fp8_e4m3 times 2**-8."""
+def _load_zeros(base, at, exists):
+    """float32 zeros of low bits, in the unit of ``_plane``."""
+    return tl.load(base + at, mask=exists, other=0).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _plane(words, PLANE: tl.constexpr, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """[BLOCK_N, BLOCK] numbers in byte PLANE of each word, as DTYPE; of low bits, code CODE of that byte.
+
+    fp8_e4m3 comes times 2**-8, low bits times 2**-24: as the mantissa of a float16 below its normal range, no
+    conversion is needed.
+    """
     if FORMAT == "full":
         out = words.to(DTYPE)
+    elif FORMAT == "int4":
+        out = ((words >> (8 * PLANE + 4 * CODE)) & 15).to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
+    elif FORMAT == "int2":
+        out = ((words >> (8 * PLANE + 2 * CODE)) & 3).to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
     else:
         top = words << (24 - 8 * PLANE)  # the code in the highest byte
         if FORMAT == "int8":
@@ -111,28 +171,103 @@ def _plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _load_query(at, inside, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Planes of the query, each [ROWS, BLOCK], divided by ``unit`` [ROWS], a power of two; and ``unit``."""
-    column = tl.arange(0, BLOCK) * PLANES
-    planes = ()
-    peak = tl.zeros([at.shape[0]], tl.float32)
-    for j in tl.static_range(PLANES):
-        mask = inside[:, None] & (column + j < WIDTH)[None, :]
-        q = tl.load(at[:, None] + (column + j)[None, :], mask=mask, other=0.0).to(tl.float32)
-        planes = planes + (q,)  # type: ignore[assignment]
-        peak = tl.maximum(peak, tl.max(tl.abs(q), 1))
-    exponent = peak.to(tl.int32, bitcast=True) & 0x7F800000
-    unit = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
-    out = ()
-    for j in tl.static_range(PLANES):
-        out = out + ((planes[j] / unit[:, None]).to(DTYPE),)  # type: ignore[assignment]
-    return out, unit
+def _power_of_two(x):
+    """The largest power of two that is at most x (x >= 0, float32); the smallest normal one where there is none."""
+    exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _visible(base, row_offsets, rows_inside, tokens, stop, stride, MASK: tl.constexpr):
+def _load_query(
+    at,
+    inside,
+    PLANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Tiles [ROWS, BLOCK] of the query by channel group and plane, divided by ``unit``, a power of two for each row;
+    ``unit`` [ROWS]; and the sum [ROWS] over each channel group."""
+    column = tl.arange(0, BLOCK)
+    planes = ()
+    peak = tl.zeros([at.shape[0]], tl.float32)
+    for group in tl.static_range(GROUPS):
+        for j in tl.static_range(PLANES):
+            channel = (group * SPAN + column) * PLANES + j
+            mask = inside[:, None] & ((column < SPAN) & (channel < WIDTH))[None, :]
+            q = tl.load(at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+            planes = planes + (q,)  # type: ignore[assignment]
+            peak = tl.maximum(peak, tl.max(tl.abs(q), 1))
+    unit = _power_of_two(peak)
+    out = ()
+    sums = ()
+    for group in tl.static_range(GROUPS):
+        total = tl.zeros([at.shape[0]], tl.float32)
+        for j in tl.static_range(PLANES):
+            q = (planes[group * PLANES + j] / unit[:, None]).to(DTYPE)
+            out = out + (q,)  # type: ignore[assignment]
+            total += tl.sum(q.to(tl.float32), 1)
+        sums = sums + (total,)  # type: ignore[assignment]
+    return out, unit, sums
+
+
+@triton.jit
+def _fold_query(
+    q,
+    scales,
+    zeros,
+    group,
+    groups,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The query times the steps of one group of tokens, divided by ``unit``; the unit; and the zeros' term [ROWS]."""
+    steps, offsets = (), ()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(PLANES):
+        channel = tl.arange(0, BLOCK) * PLANES + j
+        at = group * WIDTH + channel
+        inside = (channel < WIDTH) & (at < groups * WIDTH)
+        step = _load_scales(scales, at, inside, FORMAT)
+        steps = steps + (step,)  # type: ignore[assignment]
+        offsets = offsets + (_load_zeros(zeros, at, inside),)  # type: ignore[assignment]
+        peak = tl.maximum(peak, step)
+    unit = _power_of_two(tl.max(peak, 0))
+    folded = ()
+    shift = tl.zeros([q[0].shape[0], BLOCK], tl.float32)
+    for j in tl.static_range(PLANES):
+        stepped = q[j].to(tl.float32) * (steps[j] / unit)[None, :]
+        folded = folded + (stepped.to(DTYPE),)  # type: ignore[assignment]
+        shift += stepped * offsets[j][None, :]
+    return folded, unit, tl.sum(shift, 1)
+
+
+@triton.jit
+def _dots(
+    q,
+    words,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    PLANES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """[ROWS, BLOCK_N]: tiles of the query (those of GROUP) times the codes of one tile of words."""
+    out = tl.zeros([q[0].shape[0], words.shape[0]], tl.float32)
+    for j in tl.static_range(PLANES):
+        codes = _plane(words, j, CODE, FORMAT, DTYPE)
+        out = tl.dot(q[GROUP * PLANES + j], tl.trans(codes), out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def _visible(base, row_offsets, rows_inside, tokens, exists, stride, MASK: tl.constexpr):
     """bool, [1, BLOCK_N] or [ROWS, BLOCK_N]: tokens that exist and that the mask shows."""
-    exists = tokens < stop
     if MASK == "keys":
         out = (exists & (tl.load(base + tokens * stride, mask=exists, other=0) != 0))[None, :]
     elif MASK == "rows":
@@ -151,14 +286,49 @@ def _capped(scores, softcap):
     return tl.where(scores < 0, -magnitude, magnitude)
 
 
+@triton.jit
+def _weigh(
+    p,
+    scales,
+    zeros,
+    line,
+    exists,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+    LOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Probabilities times the scales of a channel group, divided by ``unit``; the unit; and the zeros' term [ROWS]."""
+    factors = ()
+    peak = tl.zeros([line.shape[0]], tl.float32)
+    for i in tl.static_range(TOKENS):
+        factor = _load_scales(scales, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists, FORMAT)
+        factors = factors + (factor,)  # type: ignore[assignment]
+        peak = tl.maximum(peak, factor)
+    unit = tl.max(peak, 0) * 6.103515625e-05  # 2**-14: weights up to 16384 use float16's range
+    weights = ()
+    shift = tl.zeros([p[0].shape[0], line.shape[0]], tl.float32)
+    for i in tl.static_range(TOKENS):
+        weights = weights + ((p[i] * (factors[i] / unit)[None, :]).to(DTYPE),)  # type: ignore[assignment]
+        if LOW:
+            zeros_of = _load_zeros(zeros, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists)
+            shift += p[i] * (factors[i] * zeros_of)[None, :]
+    return weights, unit, tl.sum(shift, 1)
+
+
 # Numbers that grow with the sequence or the slab are not specialized on: they would compile again and again.
-@triton.jit(do_not_specialize=["tokens", "chunk", "first_split", "splits", "ksb", "ksh", "vsb", "vsh"])
+@triton.jit(do_not_specialize=["lines", "chunk", "first_split", "splits", "ksb", "ksh", "vsb", "vsh"])
 def _partial_kernel(
     query,
     keys,
     key_scales,
+    key_zeros,
     values,
     value_scales,
+    value_zeros,
     mask,
     acc_out,
     stats_out,
@@ -166,7 +336,7 @@ def _partial_kernel(
     softcap,
     rows,
     queries,
-    tokens,
+    lines,
     chunk,
     first_split,
     splits,
@@ -175,22 +345,31 @@ def _partial_kernel(
     qq,
     kb,
     kh,
-    kn,
     ksb,
     ksh,
     vb,
     vh,
-    vn,
     vsb,
     vsh,
     mb,
     mh,
     mq,
     mn,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
     WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr,
     PLANES_K: tl.constexpr,
     PLANES_V: tl.constexpr,
+    GROUPS_K: tl.constexpr,
+    GROUPS_V: tl.constexpr,
+    SPAN_K: tl.constexpr,
+    SPAN_V: tl.constexpr,
+    CODES_K: tl.constexpr,
+    CODES_V: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+    NEAR: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,74 +381,127 @@ def _partial_kernel(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attention of one KV head's rows over one split: unnormalized output, running maximum and sum."""
+    """Attention of one KV head's rows over one split: unnormalized output, running maximum and sum.
+
+    NEAR: groups of tokens that a block of lines may touch, where keys have a step per channel; 0 where they have not.
+    """
     split, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    PARTS_K: tl.constexpr = TOKENS // CODES_K  # rows of keys for one line
+    PARTS_V: tl.constexpr = TOKENS // CODES_V
     row = tl.arange(0, ROWS)
     rows_inside = row < rows
     query_head = head * (rows // queries) + row // queries
     query_at = query + batch * qb + query_head * qh + (row % queries) * qq
-    q, unit_q = _load_query(query_at, rows_inside, PLANES_K, WIDTH_K, BLOCK_K, DTYPE_K)
+    q, unit_q, q_sums = _load_query(query_at, rows_inside, PLANES_K, GROUPS_K, SPAN_K, WIDTH_K, BLOCK_K, DTYPE_K)
 
     start = split.to(tl.int64) * chunk  # 64 bits: a slab may have more than 2**31 values
-    stop = tl.minimum(tokens - split * chunk, chunk)
-    keys += batch * kb + head * kh + start * kn
-    values += batch * vb + head * vh + start * vn
-    key_scales += batch * ksb + head * ksh + start
-    value_scales += batch * vsb + head * vsh + start
-    mask += batch * mb + start * mn
+    stop = tl.minimum(lines - split * chunk, chunk)
+    keys += batch * kb + head * kh + start * (PARTS_K * STRIDE_K)
+    values += batch * vb + head * vh + start * (PARTS_V * STRIDE_V)
+    if NEAR:
+        key_at = batch * ksb + head * ksh + start // LINES * WIDTH_K
+    else:
+        key_at = batch * ksb + head * ksh + start * (TOKENS * GROUPS_K)
+    key_scales += key_at
+    key_zeros += key_at
+    value_at = batch * vsb + head * vsh + start * (TOKENS * GROUPS_V)
+    value_scales += value_at
+    value_zeros += value_at
+    mask += batch * mb + start * TOKENS * mn
     mask_rows = query_head * mh + (row % queries) * mq
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = ()
-    for _ in tl.static_range(PLANES_V):
-        acc = acc + (tl.zeros([ROWS, BLOCK_V], tl.float32),)  # type: ignore[assignment]
+    acc, shifts = (), ()
+    for _ in tl.static_range(GROUPS_V):
+        shifts = shifts + (tl.zeros([ROWS], tl.float32),)  # type: ignore[assignment]
+        for _ in tl.static_range(PLANES_V):
+            acc = acc + (tl.zeros([ROWS, BLOCK_V], tl.float32),)  # type: ignore[assignment]
     for first in range(0, stop, BLOCK_N):
-        at = first + tl.arange(0, BLOCK_N)
-        k = _load_words(keys, at, stop, kn, WIDTH_K // PLANES_K, BLOCK_K)
-        scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for j in tl.static_range(PLANES_K):
-            codes = _plane(k, j, FORMAT_K, DTYPE_K)
-            scores = tl.dot(q[j], tl.trans(codes), scores, input_precision="ieee")
-        scores = scores * (unit_q * scaling)[:, None]
-        if FORMAT_K != "full":
-            scores = scores * _load_scales(key_scales, at, stop, FORMAT_K)[None, :]
-        if SOFTCAP:
-            scores = _capped(scores, softcap) * LOG2E
-        visible = _visible(mask, mask_rows, rows_inside, at, stop, mn, MASK)
-        scores = tl.where(visible, scores, float("-inf"))
+        line = first + tl.arange(0, BLOCK_N)
+        exists = line < stop
+        k = _load_words(keys, line, exists, STRIDE_K, PARTS_K, LINES, GROUPS_K, SPAN_K, WIDTH_K // PLANES_K, BLOCK_K)
+        dots = ()
+        for _ in tl.static_range(TOKENS):
+            dots = dots + (tl.zeros([ROWS, BLOCK_N], tl.float32),)  # type: ignore[assignment]
+        for near in tl.static_range(NEAR):
+            folded, unit_k, term = _fold_query(
+                q, key_scales, key_zeros, first // LINES + near, stop // LINES,
+                PLANES_K, WIDTH_K, BLOCK_K, FORMAT_K, DTYPE_K,
+            )  # fmt: skip
+            own = (line // LINES == first // LINES + near)[None, :]
+            before, dots = dots, ()
+            for i in tl.static_range(TOKENS):
+                dot = _dots(folded, k[i % PARTS_K], 0, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
+                dots = dots + (tl.where(own, (dot + term[:, None]) * unit_k, before[i]),)  # type: ignore[assignment]
 
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        raw = ()
+        top = tl.full([ROWS, BLOCK_N], float("-inf"), tl.float32)
+        for i in tl.static_range(TOKENS):
+            token = _row(line, i, TOKENS, LINES)
+            scores = dots[i]  # type: ignore[var-annotated]
+            if not NEAR:
+                for group in tl.static_range(GROUPS_K):
+                    words = k[i % PARTS_K * GROUPS_K + group]
+                    dot = _dots(q, words, group, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
+                    if CODES_K > 1:
+                        zeros = _load_zeros(key_zeros, token * GROUPS_K + group, exists)
+                        dot += q_sums[group][:, None] * zeros[None, :]
+                    if FORMAT_K != "full":
+                        dot *= _load_scales(key_scales, token * GROUPS_K + group, exists, FORMAT_K)[None, :]
+                    scores += dot
+            scores = scores * (unit_q * scaling)[:, None]
+            if SOFTCAP:
+                scores = _capped(scores, softcap) * LOG2E
+            visible = _visible(mask, mask_rows, rows_inside, token, exists, mn, MASK)
+            scores = tl.where(visible, scores, float("-inf"))
+            raw = raw + (scores,)  # type: ignore[assignment]
+            top = tl.maximum(top, scores)
+
+        new_peak = tl.maximum(peak, tl.max(top, 1))
         floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: -inf - -inf is NaN
-        p = tl.exp2(scores - floor[:, None])
         fade = tl.exp2(peak - floor)
-        total = total * fade + tl.sum(p, 1)
         peak = new_peak
+        p = ()
+        mass = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for i in tl.static_range(TOKENS):
+            p = p + (tl.exp2(raw[i] - floor[:, None]),)  # type: ignore[assignment]
+            mass += p[i]
+        total = total * fade + tl.sum(mass, 1)
 
-        v = _load_words(values, at, stop, vn, WIDTH_V // PLANES_V, BLOCK_V)
-        weights, unit_v = p, 1.0
-        if FORMAT_V != "full":
-            scales = _load_scales(value_scales, at, stop, FORMAT_V)
-            unit_v = tl.max(scales, 0) * 6.103515625e-05  # 2**-14: weights up to 16384 use float16's range
-            weights = p * (scales / unit_v)[None, :]
-        weights = weights.to(DTYPE_V)
-        faded = ()
-        for j in tl.static_range(PLANES_V):
-            mixed = tl.dot(weights, _plane(v, j, FORMAT_V, DTYPE_V), input_precision="ieee")
-            faded = faded + (acc[j] * fade[:, None] + mixed * unit_v,)  # type: ignore[assignment]
-        acc = faded
+        v = _load_words(values, line, exists, STRIDE_V, PARTS_V, LINES, GROUPS_V, SPAN_V, WIDTH_V // PLANES_V, BLOCK_V)
+        faded, moved = (), ()
+        for group in tl.static_range(GROUPS_V):
+            weights, unit_v, shift = p, 1.0, shifts[group] * fade
+            if FORMAT_V != "full":
+                weights, unit_v, term = _weigh(
+                    p, value_scales, value_zeros, line, exists,
+                    group, GROUPS_V, TOKENS, LINES, CODES_V > 1, FORMAT_V, DTYPE_V,
+                )  # fmt: skip
+                shift += term
+            moved = moved + (shift,)  # type: ignore[assignment]
+            for j in tl.static_range(PLANES_V):
+                mixed = tl.zeros([ROWS, BLOCK_V], tl.float32)
+                for i in tl.static_range(TOKENS):
+                    codes = _plane(v[i % PARTS_V * GROUPS_V + group], j, i // PARTS_V, FORMAT_V, DTYPE_V)
+                    mixed = tl.dot(weights[i].to(DTYPE_V), codes, mixed, input_precision="ieee")
+                faded = faded + (acc[group * PLANES_V + j] * fade[:, None] + mixed * unit_v,)  # type: ignore[assignment]
+        acc, shifts = faded, moved
 
     cell = ((batch * tl.num_programs(1) + head) * splits + first_split + split) * rows
     stats_at = stats_out + cell * 2 + row
     tl.store(stats_at, peak, mask=rows_inside)
     tl.store(stats_at + rows, total, mask=rows_inside)
-    for j in tl.static_range(PLANES_V):
-        column = tl.arange(0, BLOCK_V) * PLANES_V + j
-        acc_at = acc_out + (cell + row)[:, None] * WIDTH_V + column[None, :]
-        tl.store(acc_at, acc[j], mask=rows_inside[:, None] & (column < WIDTH_V)[None, :])
+    for group in tl.static_range(GROUPS_V):
+        for j in tl.static_range(PLANES_V):
+            column = tl.arange(0, BLOCK_V)
+            channel = (group * SPAN_V + column) * PLANES_V + j
+            acc_at = acc_out + (cell + row)[:, None] * WIDTH_V + channel[None, :]
+            inside = rows_inside[:, None] & ((column < SPAN_V) & (channel < WIDTH_V))[None, :]
+            tl.store(acc_at, acc[group * PLANES_V + j] + shifts[group][:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "turned"])
 def _merge_kernel(
     acc_in,
     stats_in,
@@ -277,12 +509,17 @@ def _merge_kernel(
     out,
     queries,
     splits,
+    turned,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     AUX: tl.constexpr,
+    TURN: tl.constexpr,
 ):
-    """Join all splits of one row; ``out`` is [B, Hq, Q, Dv], which is [B, H, rows, Dv]."""
+    """Join all splits of one row; ``out`` is [B, Hq, Q, Dv], which is [B, H, rows, Dv].
+
+    TURN: splits from ``turned`` on hold rotated values; ``out`` is [2, B, Hq, Q, Dv], and their sum the second half.
+    """
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, heads = tl.num_programs(0), tl.num_programs(1)
     cell = batch.to(tl.int64) * heads + head
@@ -294,6 +531,7 @@ def _merge_kernel(
         peak = tl.zeros([1], tl.float32) + logit * LOG2E
         total += 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
+    acc_turned = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         inside = split < splits
@@ -307,10 +545,18 @@ def _merge_kernel(
         weights = tl.exp2(peaks - floor)
         fade = tl.exp2(peak - floor)
         total = total * fade + tl.sum(totals * weights, 0)
+        if TURN:
+            weights_turned = tl.where(split < turned, 0.0, weights)
+            acc_turned = acc_turned * fade + tl.sum(partial * weights_turned[:, None], 0)
+            weights = tl.where(split < turned, weights, 0.0)
         acc = acc * fade + tl.sum(partial * weights[:, None], 0)
         peak = new_peak
     total = tl.where(total == 0.0, 1.0, total)  # a row that may attend to nothing gets zeros
-    tl.store(out + (cell * rows + row) * WIDTH + column, acc / total, mask=column < WIDTH)
+    out_at = out + (cell * rows + row) * WIDTH + column
+    tl.store(out_at, acc / total, mask=column < WIDTH)
+    if TURN:
+        half = tl.num_programs(2).to(tl.int64) * heads * rows * WIDTH
+        tl.store(out_at + half, acc_turned / total, mask=column < WIDTH)
 
 
 @triton.jit
@@ -396,8 +642,9 @@ def supports(
 ) -> bool:
     """Whether ``attend_triton`` takes these arguments; looks at no values, so the device is not waited for.
 
-    It does not take a prefill (many queries), additive masks, heads wider than 256 or (in 8 bits) not a multiple
-    of 4, codecs that are not in ``FORMATS``, rotated values (rotated keys it does), and tensors on several devices.
+    It does not take a prefill (many queries), additive masks, heads wider than 256 or (where they are encoded) not a
+    multiple of 4, codecs that are not in ``FORMATS``, low-bit values in more than ``MAX_GROUPS`` channel groups or in
+    groups that are not a multiple of 4, and tensors on several devices.
     """
     _, query_heads, queries, width = query.shape
     heads = parts[0].keys[0].shape[1]
@@ -413,19 +660,25 @@ def supports(
     return width <= MAX_WIDTH and all(
         _readable(part.key_codec, part.keys, query.device)
         and _readable(part.value_codec, part.values, query.device)
-        and part.values[0].shape[3] < getattr(part.value_codec, "rotate_from", NEVER)
+        and {part.key_codec.group, part.value_codec.group} <= {1, part.group}
+        and getattr(part.value_codec, "axis", "token") == "token"
         for part in parts
     )
 
 
 def _readable(codec: Codec, state: Any, device: torch.device) -> bool:
-    codes = state[0]
-    if codec.name not in FORMATS or codes.device != device or codes.shape[3] > MAX_WIDTH or codes.stride(3) != 1:
+    codes, width = state[0], state[0].shape[-1]
+    if codec.name not in FORMATS or codes.device != device or width > MAX_WIDTH or codes.stride(-1) != 1:
         return False
-    if not isinstance(state, Scaled):
+    if isinstance(state, Plain):
         return codes.dtype in FLOATS
-    whole_words = not any(size % 4 for size in (codes.shape[3], codes.storage_offset(), *codes.stride()[:3]))
-    return whole_words and (state.scale.stride(2) == 1 or codes.shape[2] == 1)
+    if any(size % 4 for size in (width, codes.storage_offset(), *codes.stride()[:-1])):
+        return False  # not whole words
+    if isinstance(state, Scaled):
+        return state.scale.stride(2) == 1 or codes.shape[2] == 1
+    form = form_of(codec, width)
+    whole_tiles = form.groups == 1 or (form.groups <= MAX_GROUPS and codec.group % 4 == 0)
+    return whole_tiles and all(t[0, 0].is_contiguous() for t in state) and state.scale.stride() == state.zero.stride()
 
 
 def attend_triton(
@@ -451,31 +704,65 @@ def _attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, query_heads, queries, _ = query.shape
-    heads, width = parts[0].keys[0].shape[1], parts[0].values[0].shape[3]
+    heads, width = parts[0].keys[0].shape[1], parts[0].values[0].shape[-1]
     rows = query_heads // heads * queries
     tiles = [_tiles_of(part, rows, query.dtype) for part in parts]
     sms = _sm_count(query.device)
-    sizes = [split_sizes(part.tokens, tile, batch * heads, sms) for part, tile in zip(parts, tiles, strict=True)]
+    sizes = [
+        split_sizes(part.tokens // tile.tokens, tile, batch * heads, sms)
+        for part, tile in zip(parts, tiles, strict=True)
+    ]
     splits = sum(count for count, _ in sizes)
+    rotated = [width >= getattr(part.value_codec, "rotate_from", NEVER) for part in parts]
+    turned = sum(count for (count, _), rotates in zip(sizes, rotated, strict=True) if not rotates)
     acc = torch.empty((batch, heads, splits, rows, width), dtype=torch.float32, device=query.device)
     stats = torch.empty((batch, heads, splits, 2, rows), dtype=torch.float32, device=query.device)
-    first_split = first_token = 0
-    for part, tile, (count, chunk) in zip(parts, tiles, sizes, strict=True):
+    next_split, first_token = [0, turned], 0  # splits of plain values, then those of rotated ones
+    for part, tile, (count, chunk), rotates in zip(parts, tiles, sizes, rotated, strict=True):
         own_mask = None if mask is None else mask[..., first_token : first_token + part.tokens]
         if count:
-            _launch_part(query, part, scaling, own_mask, softcap, acc, stats, tile, (first_split, count, chunk))
-        first_split += count
+            own_splits = (next_split[rotates], count, chunk)
+            _launch_part(query, part, scaling, own_mask, softcap, acc, stats, tile, own_splits)
+        next_split[rotates] += count
         first_token += part.tokens
-    # The interpreter cuts off bits where a cast should round.
-    dtype = torch.float32 if INTERPRETED else query.dtype
-    out = torch.empty((batch, query_heads, queries, width), dtype=dtype, device=query.device)
+    turns = turned < splits
+    # The interpreter cuts off bits where a cast should round, and rotated sums are added to the others in float32.
+    dtype = torch.float32 if INTERPRETED or turns else query.dtype
+    out = torch.empty((2 if turns else 1, batch, query_heads, queries, width), dtype=dtype, device=query.device)
     if out.numel():
         assert s_aux is None or s_aux.shape == (query_heads,), s_aux.shape
         aux = stats if s_aux is None else s_aux
         _merge_kernel[(rows, heads, batch)](
-            acc, stats, aux, out, queries, splits, width, _block(width), MERGE_SPLITS, s_aux is not None
+            acc, stats, aux, out, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None, turns
         )
-    return out.to(query.dtype)
+    joined = out[0] + turn(out[1], 1, back=True) if turns else out[0]
+    return joined.to(query.dtype)
+
+
+class Form(NamedTuple):
+    """How one side of a part is laid out; see *Words and planes* above."""
+
+    name: str
+    per_channel: bool  # a step and a zero per channel and group of tokens; else per token and channel group
+    planes: int  # channels in a word
+    codes: int  # tokens in a byte
+    words: int  # in a row
+    groups: int  # channel groups in a row
+    span: int  # words in a channel group
+
+
+def form_of(codec: Codec, width: int) -> Form:
+    """The ``Form`` of rows of ``width`` values."""
+    if isinstance(codec, GroupedCodec):
+        return _grouped_form(codec.name, codec.bits, codec.group, codec.axis == "channel", width)
+    planes = 1 if codec.lossless else 4
+    return Form(codec.name, False, planes, 1, width // planes, 1, width // planes)
+
+
+@cache
+def _grouped_form(name: str, bits: int, group: int, per_channel: bool, width: int) -> Form:
+    groups = 1 if per_channel else -(-width // group)
+    return Form(name, per_channel, 4, 8 // bits, width // 4, groups, width // 4 if groups == 1 else group // 4)
 
 
 class Tiles(NamedTuple):
@@ -484,41 +771,62 @@ class Tiles(NamedTuple):
     rows: int
     block_k: int  # words
     block_v: int  # words
-    block_n: int  # tokens
+    block_n: int  # lines
     warps: int
+    tokens: int  # of a line
+    lines: int  # of a group
+    near: int  # groups that a block may touch, if that matters
 
 
 @cache
-def tile_sizes(width_k: int, width_v: int, planes_k: int, planes_v: int, itemsize: int, rows: int) -> Tiles:
-    """Powers of two that cover the widths, and as many tokens as make a block of about ``BLOCK_BYTES`` per warp.
+def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 1) -> Tiles:
+    """Powers of two that cover the widths, and as many lines as make a block of about ``BLOCK_BYTES`` per warp.
 
     ``itemsize``: bytes of the largest number that is held. Warps share the columns of a product; a plane of 16
-    columns is too narrow to be shared, and many rows need more registers than four warps have.
+    columns is too narrow to be shared, and many rows need more registers than four warps have. Keys with steps per
+    channel get a group of tokens to a block where it has 16 lines or more.
     """
-    block_k, block_v = _block(width_k // planes_k), _block(width_v // planes_v)
+    tokens = max(keys.codes, values.codes)
+    lines = group // tokens if group > 1 else 1
+    block_k = _block(keys.span)
+    block_v = _block(values.span) if values.groups == 1 else max(8, triton.next_power_of_2(values.span))
     padded_rows = _block(rows)
     warps = 8 if padded_rows > 32 else 1 if min(block_k, block_v) <= 16 else 4
-    room = BLOCK_BYTES * min(warps, 4) // ((block_k * planes_k + block_v * planes_v) * itemsize)
-    return Tiles(padded_rows, block_k, block_v, min(128, max(16, 1 << (max(room, 1).bit_length() - 1))), warps)
+    words = tokens // keys.codes * keys.groups * block_k * keys.planes
+    words += tokens // values.codes * values.groups * block_v * values.planes
+    room = _floor_power(BLOCK_BYTES * min(warps, 4) // (words * itemsize))
+    block_n = min(128, max(16, room))
+    near = 0
+    if keys.per_channel:
+        block_n = min(block_n, max(16, _floor_power(lines)))
+        aligned = lines % block_n == 0 or block_n % lines == 0
+        near = max(block_n // lines, 1) if aligned else (block_n - 2) // lines + 2
+    return Tiles(padded_rows, block_k, block_v, block_n, warps, tokens, lines, near)
 
 
-def split_sizes(tokens: int, tiles: Tiles, pairs: int, sms: int) -> tuple[int, int]:
-    """(number of splits, tokens in each) of ``tokens`` per (batch row, KV head) pair.
+def split_sizes(lines: int, tiles: Tiles, pairs: int, sms: int) -> tuple[int, int]:
+    """(number of splits, lines in each) of ``lines`` per (batch row, KV head) pair.
 
     As many programs as are resident at once, ``WARPS_PER_SM`` on each of the multiprocessors, so that none has to
     wait for a second wave; but a split has at least ``MIN_BLOCKS`` blocks, since each leaves a partial result to
-    write and to read again. Splits are whole blocks, equal but for the last, and none is empty.
+    write and to read again. Splits are whole blocks and whole groups, equal but for the last, and none is empty.
     """
     wanted = max(1, WARPS_PER_SM // tiles.warps * sms // max(pairs, 1))
-    blocks = max(-(-tokens // (wanted * tiles.block_n)), MIN_BLOCKS)
-    return -(-tokens // (blocks * tiles.block_n)), blocks * tiles.block_n
+    unit = lcm(tiles.block_n, tiles.lines)
+    units = max(-(-lines // (wanted * unit)), -(-MIN_BLOCKS * tiles.block_n // unit))
+    return -(-lines // (units * unit)), units * unit
 
 
 def _tiles_of(part: Part, rows: int, query: torch.dtype) -> Tiles:
     keys, values = part.keys[0], part.values[0]
     itemsize = 4 if query == torch.float32 else max(keys.element_size(), values.element_size())
-    planes = (4 if isinstance(state, Scaled) else 1 for state in (part.keys, part.values))
-    return tile_sizes(keys.shape[3], values.shape[3], *planes, itemsize, rows)
+    forms = form_of(part.key_codec, keys.shape[-1]), form_of(part.value_codec, values.shape[-1])
+    return tile_sizes(*forms, itemsize, rows, part.group)
+
+
+def _floor_power(n: int) -> int:
+    """The largest power of two that is at most n; 1 for less."""
+    return 1 << (max(n, 1).bit_length() - 1)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -549,18 +857,19 @@ def _block(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _words(state: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Codes as the kernel reads them, their scales (without any: a stand-in), and codes per word."""
-    if not isinstance(state, Scaled):
-        return state[0], state[0], 1
-    return state.codes.view(torch.int32), state.scale, 4
+def _words(state: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes as the kernel reads them, their scales and zeros (without any: a stand-in)."""
+    if isinstance(state, Plain):
+        return state.values, state.values, state.values
+    words = state.codes.view(torch.int32)
+    return words, state.scale, getattr(state, "zero", state.scale)
 
 
 def _dot_dtype(query: torch.dtype, state: Any) -> tl.dtype:
     """What products with this side are computed in; see *Numbers* above."""
     if INTERPRETED or query == torch.float32:
         return tl.float32
-    return tl.float16 if isinstance(state, Scaled) else FLOATS[state[0].dtype]
+    return FLOATS[state.values.dtype] if isinstance(state, Plain) else tl.float16
 
 
 def _launch_part(
@@ -577,23 +886,25 @@ def _launch_part(
     """One launch over the tokens of one part, into the splits (first, count, tokens in each) of the buffers."""
     _check_shapes(query, part, mask)
     first_split, count, chunk = splits
-    keys, key_scales, key_planes = _words(part.keys)
-    values, value_scales, value_planes = _words(part.values)
+    keys, key_scales, key_zeros = _words(part.keys)
+    values, value_scales, value_zeros = _words(part.values)
     batch, query_heads, queries, width = query.shape
     rows = query_heads // keys.shape[1] * queries
     mask_bytes, kind, mask_strides = _mask_arguments(query, mask)
     dtype = query.dtype
     if width >= getattr(part.key_codec, "rotate_from", NEVER):
         query = turn(query.float(), part.key_codec.rotate_from)  # type: ignore[attr-defined]
+    form_k, form_v = form_of(part.key_codec, width), form_of(part.value_codec, part.values[0].shape[-1])
     _partial_kernel[(count, keys.shape[1], batch)](
-        query, keys, key_scales, values, value_scales, mask_bytes, acc, stats,
+        query, keys, key_scales, key_zeros, values, value_scales, value_zeros, mask_bytes, acc, stats,
         float(scaling) if softcap else float(scaling) * LOG2E.value, float(softcap or 0.0),
-        rows, queries, part.tokens, chunk, first_split, stats.shape[2],
-        *query.stride()[:3], *keys.stride()[:3], *key_scales.stride()[:2],
-        *values.stride()[:3], *value_scales.stride()[:2], *mask_strides,
-        width, part.values[0].shape[3], key_planes, value_planes,
-        tiles.block_k, tiles.block_v, tiles.block_n, tiles.rows, part.key_codec.name, part.value_codec.name,
-        _dot_dtype(dtype, part.keys), _dot_dtype(dtype, part.values), kind, bool(softcap),
+        rows, queries, part.tokens // tiles.tokens, chunk, first_split, stats.shape[2],
+        *query.stride()[:3], *keys.stride()[:2], *key_scales.stride()[:2],
+        *values.stride()[:2], *value_scales.stride()[:2], *mask_strides,
+        keys.stride(-2), values.stride(-2), width, part.values[0].shape[-1], form_k.planes, form_v.planes,
+        form_k.groups, form_v.groups, form_k.span, form_v.span, form_k.codes, form_v.codes,
+        tiles.tokens, tiles.lines, tiles.near, tiles.block_k, tiles.block_v, tiles.block_n, tiles.rows,
+        form_k.name, form_v.name, _dot_dtype(dtype, part.keys), _dot_dtype(dtype, part.values), kind, bool(softcap),
         num_warps=tiles.warps, num_stages=3,
     )  # fmt: skip
 
@@ -601,12 +912,13 @@ def _launch_part(
 def _check_shapes(query: torch.Tensor, part: Part, mask: torch.Tensor | None) -> None:
     batch, _, _, width = query.shape
     heads, tokens = part.keys[0].shape[1], part.tokens
-    assert part.keys[0].shape == (batch, heads, tokens, width), part.keys[0].shape
-    assert part.values[0].shape[:3] == (batch, heads, tokens), part.values[0].shape
-    for state in (part.keys, part.values):
+    assert part.keys[0].shape[-1] == width, (part.keys[0].shape, width)
+    for codec, state in ((part.key_codec, part.keys), (part.value_codec, part.values)):
+        assert all(t.shape[:3] == (batch, heads, tokens // codec.group) for t in state), [t.shape for t in state]
+        if not isinstance(state, Plain):
+            assert state.codes.element_size() == 1, state.codes.dtype
         if isinstance(state, Scaled):
-            assert state.scale.shape == (batch, heads, tokens, 1), state.scale.shape
-            assert state.scale.dtype == torch.float32 and state.codes.element_size() == 1
+            assert state.scale.shape[3] == 1 and state.scale.dtype == torch.float32, state.scale.shape
     if mask is not None:
         assert mask.shape[3] == tokens, (mask.shape, tokens)
         pairs = zip(mask.shape[:3], query.shape[:3], strict=True)
@@ -623,6 +935,11 @@ def _mask_arguments(
     return mask.view(torch.uint8), "rows" if head or row else "keys", (batch, head, row, mask.stride(3))
 
 
+def can_append(x: torch.Tensor) -> bool:
+    """Whether ``append_quantized`` takes states of this dtype on this device."""
+    return x.dtype in FLOATS and (x.is_cuda or INTERPRETED) and _most_rows(x.device, x.dtype) > 0
+
+
 def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) -> None:
     """Encode ``x`` [B, H, n, D] straight into rows ``slot : slot + n`` of a slab: the bits of ``codec.encode``.
 
@@ -634,8 +951,8 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     """
     codes, scale = state.codes, state.scale
     batch, heads, tokens, width = x.shape
-    assert codec.name in FORMATS[1:], codec.name
-    assert x.dtype in FLOATS and x.device == codes.device == scale.device and (x.is_cuda or INTERPRETED)
+    assert isinstance(codec, PerToken), codec.name
+    assert can_append(x) and x.device == codes.device == scale.device, (x.dtype, x.device, codes.device)
     assert codes.shape[:2] == (batch, heads) and codes.shape[3] == width, (codes.shape, x.shape)
     assert codes.element_size() == 1 and scale.dtype == torch.float32, (codes.dtype, scale.dtype)
     assert scale.shape == (*codes.shape[:3], 1), scale.shape
@@ -643,15 +960,15 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     assert codes.stride(3) == 1 and (scale.stride(2) == 1 or codes.shape[2] == 1), (codes.stride(), scale.stride())
     if not x.numel():
         return
-    if width >= codec.rotate_from:  # type: ignore[attr-defined]
-        x = turn(x.float(), codec.rotate_from)  # type: ignore[attr-defined]
+    if width >= codec.rotate_from:
+        x = turn(x.float(), codec.rotate_from)
     if x.stride(3) != 1:
         x = x.contiguous()
     count, block = batch * heads * tokens, _block(width)
     rows = max(1, 1024 // block)
     with _current(x.device):
         _append_kernel[(-(-count // rows),)](
-            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),  # type: ignore[attr-defined]
+            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),
             *x.stride()[:3], *codes.stride()[:3], *scale.stride()[:2], width, block, rows, codec.name,
             x.is_cuda,  # there, torch divides by a number by multiplying with its reciprocal
         )  # fmt: skip

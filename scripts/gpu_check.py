@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py                 # a CUDA machine
     python scripts/gpu_check.py --sweep         # also: which constants of the kernels are best
-    python scripts/gpu_check.py --dry-run       # the same code on a CPU with a tiny model, in seconds
+    python scripts/gpu_check.py --dry-run       # the same code on a CPU with a tiny model, in minutes
 
 1. Kernels against the reference on fresh random inputs, and the fused append against the codec, bit for bit.
 2. Kernel times against the bytes that must move, beside the measured bandwidth of a plain copy. Calls are captured in
@@ -30,7 +30,11 @@ from typing import Any
 import torch
 
 CASES = [(1, 8192), (8, 8192), (8, 32768)]
-SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "stock:quanto4", "full", "int8", "fp8", "int8+sink(4,1020)"]
+SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "stock:quanto4", "full", "int8", "fp8", "int4", "int2", "k4v2",
+         "int8+sink(4,1020)"]  # fmt: skip
+STORAGES = ["full", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "k4v2"]  # that are timed
+MORE_STORAGES = ["k8v4", "k4v8", "k2v4", "int4(key_axis=token)", "int2(group=16)", "int4(group=128)", "int4(group=24)",
+                 "int4(rotate=off)"]  # that are checked too  # fmt: skip
 LLAMA_8B = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
@@ -102,37 +106,81 @@ def make_part(key: Any, value: Any, shape: tuple[int, int, int, int], device: to
     return Part(key, key.encode(states()), value, value.encode(states()))
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype, lengths: list[int]) -> list[Row]:
-    """Largest error of the kernel against the reference; allowed is twice that of plain torch in the same dtype."""
-    from hf_kvcache.attention import attend_reference
-    from hf_kvcache.codecs import CODECS
-    from hf_kvcache.triton_decode import attend_triton, supports
+def codecs_of(name: str) -> tuple[Any, Any, int]:
+    """(key codec, value codec, tokens that are encoded together) of a storage."""
+    from hf_kvcache.spec import storage
 
-    codecs = {**CODECS, "int8 rotated": CODECS["int8"].rotated(1)}  # type: ignore[attr-defined]
+    _, keys, values, *_ = chosen = storage(name)
+    return keys, values, chosen.group
+
+
+def check_kernels(
+    device: torch.device, dtype: torch.dtype, lengths: list[int], storages: list[str] | None = None
+) -> list[Row]:
+    """Largest error of the kernel against the reference; allowed is twice that of plain torch in the same dtype."""
+    from hf_kvcache.codecs import CODECS
+    from hf_kvcache.triton_decode import supports
+
     many = 4 if dtype == torch.float32 else 16
     shapes = [(1, 4, 128, 1), (3, 1, 64, 1), (2, 3, 96, 4), (1, 8, 256, 1), (1, 8, 128, many), (2, 1, 36, 1)]
     rows: list[Row] = []
-    for name, codec in codecs.items():
-        for number, (batch, groups, width, queries) in enumerate(shapes):
-            tokens = lengths[number % len(lengths)]
-            value = CODECS["int8"] if name == "int8 rotated" else codec
+    for turn, name in enumerate(storages or ["int8(rotate=on)", *STORAGES, *MORE_STORAGES]):
+        key, value, group = codecs_of(name)
+        # A kernel is compiled for every shape, and one of low bits takes its seconds: one shape in turn for most.
+        for number in range(len(shapes)) if group == 1 or name == "int4" else (turn % len(shapes),):
+            batch, groups, width, queries = shapes[number]
+            tokens = -(-lengths[number % len(lengths)] // group) * group
             parts = [make_part(CODECS["full"], CODECS["full"], (batch, 2, 4, width), device, dtype)]
-            parts.append(make_part(codec, value, (batch, 2, tokens, width), device, dtype))
+            parts.append(make_part(key, value, (batch, 2, tokens, width), device, dtype))
             query = torch.randn(batch, 2 * groups, queries, width, device=device, dtype=dtype)
             mask = torch.rand(batch, 1, queries, tokens + 4, device=device) > 0.3 if number % 2 else None
             if mask is not None:
                 mask[..., 0] = True  # plain torch makes NaN of a row that sees nothing
-            scaling = width**-0.5
-            assert supports(query, parts, mask), (name, batch, groups, width, queries)
-            exact = attend_reference(query.float(), parts, scaling, mask)
-            plain_k = torch.cat([p.key_codec.decode(p.keys, dtype) for p in parts], 2)
-            plain_v = torch.cat([p.value_codec.decode(p.values, dtype) for p in parts], 2)
-            sdpa = torch.nn.functional.scaled_dot_product_attention
-            plain = sdpa(query, plain_k, plain_v, attn_mask=mask, enable_gqa=True)
-            error = (attend_triton(query, parts, scaling, mask).float() - exact).abs().max().item()
-            allowed = 2 * (plain.float() - exact).abs().max().item() + 1e-5 * exact.abs().max().item()
             shape = {"batch": batch, "groups": groups, "head_dim": width, "queries": queries, "tokens": tokens}
-            rows.append({"storage": name, **shape, "error": error, "allowed": allowed, "ok": error <= allowed})
+            if not supports(query, parts, mask):
+                rows.append({"storage": name, **shape, "ok": False, "why": "not supported"})
+                continue
+            rows.append({"storage": name, **shape, **compare(query, parts, mask)})
+    return rows
+
+
+def compare(query: torch.Tensor, parts: list[Any], mask: torch.Tensor | None) -> Row:
+    """The kernel's largest error, and twice that of plain torch on decoded states of the query's dtype."""
+    from hf_kvcache.attention import attend_reference
+    from hf_kvcache.triton_decode import attend_triton
+
+    dtype, scaling = query.dtype, query.shape[-1] ** -0.5
+    exact = attend_reference(query.float(), parts, scaling, mask)
+    plain_k = torch.cat([p.key_codec.decode(p.keys, dtype) for p in parts], 2)
+    plain_v = torch.cat([p.value_codec.decode(p.values, dtype) for p in parts], 2)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    plain = sdpa(query, plain_k, plain_v, attn_mask=mask, enable_gqa=True)
+    error = (attend_triton(query, parts, scaling, mask).float() - exact).abs().max().item()
+    allowed = 2 * (plain.float() - exact).abs().max().item() + 1e-5 * exact.abs().max().item()
+    return {"error": error, "allowed": allowed, "ok": error <= allowed}  # NaN is not <= anything
+
+
+def check_large(device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """More than 2**31 keys: the last row and head of a batch, whose offsets do not fit into 32 bits."""
+    from hf_kvcache.attention import Part, attend_reference
+    from hf_kvcache.store import map_state
+    from hf_kvcache.triton_decode import attend_triton
+
+    batch, heads, tokens, width = 3, 8, 1 << 20, 128
+    rows = []
+    for name in ("full", "int8", "int4"):
+        key, value, _ = codecs_of(name)
+        one = make_part(key, value, (1, 1, tokens, width), device, dtype)
+        keys, values = (
+            map_state(state, lambda t: t.repeat(batch, heads, *[1] * (t.dim() - 2))) for state in (one.keys, one.values)
+        )
+        query = torch.randn(batch, heads, 1, width, device=device, dtype=dtype)
+        got = attend_triton(query, [Part(key, keys, value, values)], 0.3)[-1:, -1:]
+        exact = attend_reference(query[-1:, -1:].float(), [one], 0.3)
+        error, allowed = (got.float() - exact).abs().max().item(), 0.02 * exact.abs().max().item()
+        rows.append({"storage": name, "values": keys[0].numel(), "error": error, "allowed": allowed})
+        rows[-1]["ok"] = error <= allowed
+        del keys, values
     return rows
 
 
@@ -165,14 +213,14 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 
 def time_kernel(name: str, batch: int, heads: int, tokens: int, device: torch.device, dtype: torch.dtype) -> Row:
     """Decode attention of one layer over different inputs in turn."""
-    from hf_kvcache.codecs import CODECS
     from hf_kvcache.triton_decode import attend_triton
 
-    codec, width = CODECS[name], 128
-    first = make_part(codec, codec, (batch, heads, tokens, width), device, dtype)
+    key, value, _ = codecs_of(name)
+    width = 128
+    first = make_part(key, value, (batch, heads, tokens, width), device, dtype)
     size = sum(t.nbytes for state in (first.keys, first.values) for t in state)
     copies = 1 if device.type != "cuda" else max(2, min(32, L2_BYTES // size))
-    parts = [first, *(make_part(codec, codec, (batch, heads, tokens, width), device, dtype) for _ in range(copies - 1))]
+    parts = [first, *(make_part(key, value, (batch, heads, tokens, width), device, dtype) for _ in range(copies - 1))]
     query = torch.randn(batch, 4 * heads, 1, width, device=device, dtype=dtype)
     spent = device_seconds([lambda p=part: attend_triton(query, [p], width**-0.5) for part in parts], device)  # type: ignore[misc]
     call = seconds(lambda: attend_triton(query, [first], width**-0.5), device)
@@ -189,10 +237,8 @@ def time_kernel(name: str, batch: int, heads: int, tokens: int, device: torch.de
 
 def time_kernels(device: torch.device, dtype: torch.dtype, cases: list[tuple[int, int]], heads: int) -> Row:
     """Time, bytes that must move and achieved GB/s, beside the GB/s of a copy."""
-    from hf_kvcache.codecs import CODECS
-
     copy = copy_bandwidth(device, 1 << 30 if device.type == "cuda" else 1 << 20)
-    rows = [time_kernel(name, batch, heads, tokens, device, dtype) for batch, tokens in cases for name in CODECS]
+    rows = [time_kernel(name, batch, heads, tokens, device, dtype) for batch, tokens in cases for name in STORAGES]
     for row in rows:
         row["share_of_copy"] = row["gb_per_second"] / copy
     return {"copy_gb_per_second": copy, "rows": rows}
@@ -210,7 +256,7 @@ def sweep(device: torch.device, dtype: torch.dtype, cases: list[tuple[int, int]]
             setattr(triton_decode, name, value)
         triton_decode.tile_sizes.cache_clear()
         for batch, tokens in cases:
-            for storage in ("full", "int8", "fp8_e4m3"):
+            for storage in ("full", "int8", "fp8_e4m3", "int4"):
                 rows.append({**changed, **time_kernel(storage, batch, heads, tokens, device, dtype)})
     for name, value in kept.items():
         setattr(triton_decode, name, value)
@@ -360,7 +406,9 @@ def measure(args: argparse.Namespace) -> Row:
     result: Row = {"machine": records.machine(), "versions": records.versions(), "dry_run": args.dry_run}
     result["kernels"] = check_kernels(device, dtype, [1, 63] if args.dry_run else [1, 63, 129, 1000, 8191])
     if not args.dry_run:
-        result["kernels"] += check_kernels(device, torch.float16, [1, 63, 129, 1000, 8191])
+        result["kernels"] += check_kernels(device, torch.float16, [1, 63, 129, 1000, 8191], STORAGES[:4])
+        if torch.cuda.mem_get_info()[1] > 40e9:
+            result["kernels"] += check_large(device, dtype)
     result["append"] = check_append(device, dtype)
     result["times"] = time_kernels(device, dtype, timed, heads)
     if args.sweep:

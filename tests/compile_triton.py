@@ -1,16 +1,30 @@
-"""Compile every kernel for an Ampere and a Hopper GPU; run by test_triton.py in a process of its own."""
+"""Compile every kernel for an Ampere and a Hopper GPU; run by test_triton.py in a process of its own.
+
+python tests/compile_triton.py          # one of each kind
+python tests/compile_triton.py --all    # every storage for both GPUs: minutes
+"""
 
 import sys
 
+import torch
 import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_kvcache import spec as specs
 from hf_kvcache import triton_decode
 
 POINTERS = {"acc_out": "*fp32", "stats_out": "*fp32", "acc_in": "*fp32", "stats_in": "*fp32", "scales": "*fp32"}
 SHARED_MEMORY = {80: 166912, 90: 232448}  # bytes that one program may have
+
+
+STRIDES = ("qb", "qh", "qq", "kb", "kh", "vb", "vh", "xb", "xh", "xn", "cb", "ch", "cn")
+
+
+def _is_aligned(name, signature):
+    """Whether a launch finds this argument to be a multiple of 16, in bytes or in elements, and tells the compiler."""
+    return signature[name].startswith("*") or name in STRIDES
 
 
 def build(kernel, pointers, constants, capability, warps=4):
@@ -22,38 +36,61 @@ def build(kernel, pointers, constants, capability, warps=4):
             signature[name], values[(index,)] = "constexpr", constants[name]
         else:
             signature[name] = pointers.get(name, "fp32" if name in ("scaling", "softcap", "limit") else "i32")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if _is_aligned(name, signature)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     built = compile(source, GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
     assert built.metadata.shared <= SHARED_MEMORY[capability], built.metadata.shared
-    print(kernel.__name__, constants, built.metadata.shared)
+    print(kernel.__name__, constants, built.metadata.shared, len(built.asm["cubin"]))
 
 
-def build_partial(formats, width, rows, capability, mask, softcap):
-    """The first kernel for a bfloat16 model with its batches of one token."""
-    planes = [1 if name == "full" else 4 for name in formats]
-    itemsize = 2 if "full" in formats else 1
-    tiles = triton_decode.tile_sizes(width, width, *planes, itemsize, rows)
-    plain = ["*bf16" if name == "full" else "*i32" for name in formats]
-    scales = ["*bf16" if name == "full" else "*fp32" for name in formats]
-    pointers = dict(zip(("keys", "values", "key_scales", "value_scales"), plain + scales, strict=True))
-    pointers |= {"query": "*bf16", "mask": "*bf16" if mask == "none" else "*u8"}
-    constants = {"WIDTH_K": width, "WIDTH_V": width, "PLANES_K": planes[0], "PLANES_V": planes[1]}
-    constants |= {"BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v, "BLOCK_N": tiles.block_n, "ROWS": tiles.rows}
-    constants |= {"FORMAT_K": formats[0], "FORMAT_V": formats[1], "MASK": mask, "SOFTCAP": softcap}
-    for side, name in zip("KV", formats, strict=True):
-        constants[f"DTYPE_{side}"] = tl.bfloat16 if name == "full" else tl.float16
+def build_partial(storage, width, rows, capability, mask="none", softcap=False, query=torch.bfloat16):
+    """The first kernel as ``_launch_part`` calls it for a storage."""
+    codecs = specs.storage(storage)[1:3]
+    forms = [triton_decode.form_of(codec, width) for codec in codecs]
+    plain = "*fp32" if query == torch.float32 else "*bf16"
+    itemsize = 4 if query == torch.float32 else 2 if storage == "full" else 1
+    group = max(codec.group for codec in codecs)
+    tiles = triton_decode.tile_sizes(*forms, itemsize, rows, group)
+    pointers = {"query": plain, "mask": plain if mask == "none" else "*u8"}
+    constants = {"TOKENS": tiles.tokens, "LINES": tiles.lines, "NEAR": tiles.near, "BLOCK_N": tiles.block_n}
+    constants |= {"BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v, "ROWS": tiles.rows}
+    constants |= {"MASK": mask, "SOFTCAP": softcap}
+    for side, sides, form in zip("KV", ("key", "value"), forms, strict=True):
+        pointers[f"{sides}s"] = plain if form.name == "full" else "*i32"
+        pointers[f"{sides}_scales"] = plain if form.name == "full" else "*bf16" if form.codes > 1 else "*fp32"
+        pointers[f"{sides}_zeros"] = "*i16" if form.codes > 1 else pointers[f"{sides}_scales"]
+        constants |= {f"STRIDE_{side}": form.words, f"WIDTH_{side}": width, f"PLANES_{side}": form.planes}
+        constants |= {f"GROUPS_{side}": form.groups, f"SPAN_{side}": form.span, f"CODES_{side}": form.codes}
+        dtype = triton_decode.FLOATS[query] if form.name == "full" or query == torch.float32 else tl.float16
+        constants |= {f"FORMAT_{side}": form.name, f"DTYPE_{side}": dtype}
     build(triton_decode._partial_kernel, pointers, constants, capability, tiles.warps)
 
 
 if __name__ == "__main__":
     assert not triton_decode.INTERPRETED
-    build_partial(("int8", "int8"), 128, 4, 90, "none", False)
-    build_partial(("fp8_e4m3", "fp8_e5m2"), 64, 8, 80, "rows", True)
-    build_partial(("full", "full"), 128, 4, 90, "keys", False)
+    build_partial("int8", 128, 4, 90)
+    build_partial("fp8_e5m2", 64, 8, 80, "rows", True)
+    build_partial("full", 128, 4, 90, "keys")
+    build_partial("int4", 64, 4, 90)
+    build_partial("k8v2", 32, 4, 80, "keys")
+    if "--all" in sys.argv:  # minutes
+        for storage in ("int8", "fp8_e4m3", "int4", "int2", "k4v2", "k8v4", "k4v8", "int4(group=64)"):
+            for capability in SHARED_MEMORY:
+                build_partial(storage, 128, 4, capability)
+                build_partial(storage, 64, 12, capability, "keys")
+        build_partial("k4v2(group=64)", 64, 8, 80, "rows", True)
+        build_partial("int4", 256, 8, 80)
+        build_partial("int2(group=16)", 96, 4, 80)
+        build_partial("int2(key_axis=token)", 64, 4, 90)
+        build_partial("int4", 128, 128, 90)
+        build_partial("int4", 128, 32, 80, query=torch.float32)
     append = {"x": "*bf16", "codes": "*i8"}
     for name in ("int8", "fp8_e4m3"):
         shape = {"WIDTH": 128, "BLOCK_D": 128, "BLOCK_R": 8, "FORMAT": name, "RECIPROCAL": True}
         build(triton_decode._append_kernel, append, shape, 90)
     merge = {"WIDTH": 80, "BLOCK_D": 128, "BLOCK_S": 32, "AUX": True}
-    build(triton_decode._merge_kernel, {"out": "*bf16", "s_aux": "*fp32"}, merge, 90)
+    build(triton_decode._merge_kernel, {"out": "*bf16", "s_aux": "*fp32"}, {**merge, "TURN": False}, 90)
+    build(triton_decode._merge_kernel, {"out": "*fp32", "s_aux": "*fp32"}, {**merge, "TURN": True}, 80)
     sys.exit(0)

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from models import llama_config, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton")
 if DEVICE == "cpu" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
-from hf_kvcache import triton_decode  # noqa: E402
+from hf_kvcache import KVCache, triton_decode  # noqa: E402
 from hf_kvcache.attention import Part, attend_reference  # noqa: E402
-from hf_kvcache.codecs import CODECS, Plain, Scaled, find_codec  # noqa: E402
+from hf_kvcache.codecs import CODECS, Codec, PerToken, Plain, Scaled, find_codec  # noqa: E402
+from hf_kvcache.layers import Run  # noqa: E402
 from hf_kvcache.lowbit import GroupedCodec  # noqa: E402
+from hf_kvcache.spec import storage  # noqa: E402
 from hf_kvcache.store import map_state, narrow  # noqa: E402
 
 SPARE = 37  # rows of a slab that hold garbage
@@ -70,19 +73,19 @@ def poisoned(state: Any) -> Any:
 
     def grow(t: torch.Tensor) -> torch.Tensor:
         garbage = float("nan") if t.is_floating_point() else 127  # 0x7F is NaN in both 8-bit floats
-        slab = torch.full((*t.shape[:2], t.shape[2] + SPARE, t.shape[3]), garbage, dtype=t.dtype, device=t.device)
+        slab = torch.full((*t.shape[:2], t.shape[2] + SPARE, *t.shape[3:]), garbage, dtype=t.dtype, device=t.device)
         slab[:, :, : t.shape[2]] = t
         return slab
 
     return narrow(map_state(state, grow), 0, state[0].shape[2])
 
 
-def make_part(case: Case, keys: str, values: str, tokens: int) -> Part:
+def make_part(case: Case, keys: str | Codec, values: str | Codec, tokens: int) -> Part:
     def states(width: int) -> torch.Tensor:
-        sizes = torch.rand(tokens, 1) * 3 + 0.1  # scales differ by token
-        return (torch.randn(case.batch, case.heads, tokens, width) * sizes).to(DEVICE, case.dtype)
+        sizes = (torch.rand(tokens, 1) * 3 + 0.1) * (torch.rand(width) + 0.1)  # scales differ by token and channel
+        return ((torch.randn(case.batch, case.heads, tokens, width) + 0.5) * sizes).to(DEVICE, case.dtype)
 
-    key_codec, value_codec = CODECS[keys], CODECS[values]
+    key_codec, value_codec = (CODECS[c] if isinstance(c, str) else c for c in (keys, values))
     key_state, value_state = key_codec.encode(states(case.widths[0])), value_codec.encode(states(case.widths[1]))
     return Part(key_codec, poisoned(key_state), value_codec, poisoned(value_state))
 
@@ -143,6 +146,63 @@ def test_attention_equals_the_reference(name):
     check(case, [make_part(case, *part) for part in case.parts])
 
 
+# name: storage, tokens that are sealed, plain ones before and after, and the rest.
+LOW = {
+    "int4": ("int4", 64, 4, 31, Case([], (64, 64), 3)),
+    "int4, long, groups of 200": ("int4(group=200)", 1000, 0, 1, Case([], (32, 64), 4, queries=2)),
+    "int4, groups of 24, mask by head": ("int4(group=24)", 48, 0, 0, Case([], (64, 32), 3, queries=2, mask="heads")),
+    "int4, nothing sealed": ("int4", 0, 1, 0, Case([], heads=2)),
+    "int2 bfloat16, padded": ("int2", 64, 0, 33, Case([], (64, 64), 3, 3, 1, torch.bfloat16, "keys")),
+    "int2, wide": ("int2(group=64)", 64, 4, 0, Case([], (256, 256), 8, softcap=20.0)),
+    "int2, groups of 16, plain values": ("int2(group=16,rotate=off)", 64, 1, 63, Case([], (32, 96), 1, s_aux=True)),
+    "k4v2, hidden rows": ("k4v2", 64, 4, 61, Case([], (96, 128), 4, 1, 4, torch.bfloat16, "rows")),
+    "k2v4 float16": ("k2v4", 32, 0, 97, Case([], (128, 128), 8, 1, 1, torch.float16, softcap=30.0, s_aux=True)),
+    "k8v4, odd widths": ("k8v4", 32, 0, 0, Case([], (64, 36), 3, 3, mask="keys")),
+    "k4v8": ("k4v8", 32, 4, 27, Case([], (36, 64), 4, s_aux=True)),
+    "keys by token": ("int4(key_axis=token)", 64, 1, 0, Case([], (80, 64), 3)),
+    "rotated values in 8 bits": ("int8", 31, 4, 5, Case([], (64, 64), 2)),
+}
+
+
+def low_parts(name: str) -> tuple[Case, list[Part]]:
+    spec, sealed, before, after, case = LOW[name]
+    codecs = list(storage(spec)[1:3])
+    if spec == "int8":
+        codecs[1] = codecs[0]
+    plain = ("full", "full")
+    runs = [(*plain, before), (*codecs, sealed), (*plain, after)]
+    return case, [make_part(case, *run) for run in runs if run[2] or run[0] != "full"]
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_low_bits_equal_the_reference(name, monkeypatch):
+    if "long" in name:  # fewer, larger blocks: the interpreter's time goes by blocks
+        monkeypatch.setattr(triton_decode, "BLOCK_BYTES", 1 << 16)
+        triton_decode.tile_sizes.cache_clear()
+    check(*low_parts(name))
+    triton_decode.tile_sizes.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["int4(rotate=off)", "k4v2(rotate=off)", "k8v4(rotate=off)", "k4v8(rotate=off)"])
+def test_products_in_float16_keep_channels_far_from_zero(name, monkeypatch):
+    """On a GPU codes are multiplied in float16, also where some channels are large and some far from zero."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_decode, "_dot_dtype", lambda query, state: triton.language.float16)
+    codecs, sizes, offset = storage(name)[1:3], torch.ones(64), torch.zeros(64)
+    sizes[:3] = torch.tensor([1e4, 1e-4, 1e-8])
+    offset[[5, 15]] = 200.0
+    encoded = [codec.encode((torch.randn(1, 1, 64, 64) * sizes + offset).to(DEVICE)) for codec in codecs]
+    part = Part(codecs[0], encoded[0], codecs[1], encoded[1])
+    query = torch.randn(1, 4, 1, 64)
+    query[..., 0] *= 1e-4  # a trained model's query is small where its keys are large
+    query = query.to(DEVICE, torch.float16)
+    want = attend_reference(query.float(), [part], 0.125)
+    got = triton_decode.attend_triton(query, [part], 0.125).float()
+    off = (plain(query, [part], 0.125, None, None, None).float() - want).abs()
+    for channels in (slice(0, 1), slice(3, None)):
+        assert (got - want)[..., channels].abs().max() <= 2 * off[..., channels].max()
+
+
 def test_rotated_keys():
     case = Case(only("int8", 63), (64, 64), 4)
     codec = find_codec("int8").rotated(64)
@@ -171,10 +231,26 @@ def test_large_and_tiny_numbers_stay_finite():
     torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["int4", "k4v2(group=24)", "int4(group=200)", "k8v4(group=4)"])
+def test_splits_are_whole_groups(name):
+    codecs = storage(name)[1:3]
+    forms = [triton_decode.form_of(codec, 128) for codec in codecs]
+    tiles = triton_decode.tile_sizes(*forms, 1, 4, max(codec.group for codec in codecs))
+    for groups in (1, 3, 40, 1001):
+        lines = groups * tiles.lines
+        for pairs in (1, 64):
+            count, size = triton_decode.split_sizes(lines, tiles, pairs, 132)
+            assert size % tiles.lines == 0 and size % tiles.block_n == 0
+            assert (count - 1) * size < lines <= count * size
+    if tiles.near:  # no block touches more groups than the kernel looks at
+        starts = range(0, tiles.block_n * tiles.lines, tiles.block_n)
+        assert all((at + tiles.block_n - 1) // tiles.lines - at // tiles.lines < tiles.near for at in starts)
+
+
 @pytest.mark.parametrize("tokens", [1, 127, 1000, 8192, 100_000])
 @pytest.mark.parametrize("pairs", [1, 8, 64, 5000])
 def test_splits_cover_every_token_once(tokens, pairs):
-    tiles = triton_decode.tile_sizes(128, 128, 4, 4, 1, 16)
+    tiles = triton_decode.tile_sizes(*[triton_decode.form_of(CODECS["int8"], 128)] * 2, 1, 16)
     count, size = triton_decode.split_sizes(tokens, tiles, pairs, 132)
     assert size % tiles.block_n == 0
     assert (count - 1) * size < tokens <= count * size
@@ -191,11 +267,14 @@ def test_what_is_not_supported():
     assert not supports(query.double(), [part])
     odd = Case([], (66, 66))
     assert not supports(torch.randn(1, 2, 1, 66, device=DEVICE), [make_part(odd, "int8", "int8", 9)])
-    low = GroupedCodec(4, 32)
-    states = low.encode(torch.randn(1, 1, 32, 64, device=DEVICE))
-    assert not supports(query, [Part(low, states, low, states)])
-    rotated = find_codec("int8").rotated(64)
-    assert not supports(query, [part._replace(value_codec=rotated)])
+    low = make_part(Case([]), GroupedCodec(4, 32), GroupedCodec(4, 32, "token"), 64)
+    assert supports(query, [low])
+    assert not supports(query, [low._replace(value_codec=low.key_codec, values=low.keys)])  # values by channel
+    assert not supports(query, [low._replace(value_codec=GroupedCodec(4, 64, "token"))])  # two sizes of groups
+    many = Case([], (64, 128))
+    narrow_groups = GroupedCodec(4, 4, "token")
+    assert not supports(query, [make_part(many, narrow_groups, narrow_groups, 8)])  # 32 channel groups
+    assert not supports(query, [make_part(Case([]), "int8", GroupedCodec(4, 6, "token"), 12)])  # not whole words
 
 
 def hard_rows(dtype: torch.dtype) -> torch.Tensor:
@@ -244,6 +323,52 @@ def test_append_one_token_then_attend():
     parts = [[Part(codec, state, codec, state)] for state in (slab, whole)]
     got, want = (triton_decode.attend_triton(query, part, 0.125) for part in parts)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "spec, width",
+    [
+        ("int8", 64),  # rotated keys, plain values
+        ("fp8_e5m2", 32),
+        ("int8+sink(2,9)", 32),  # a ring that wraps
+        ("fp8+sink(0,7)", 64),
+        ("int8(residual=3,sinks=2)", 32),  # sealed out of the tail
+        ("int8(quantize_after=5)", 32),
+    ],
+)
+def test_a_layer_that_appends_by_kernel_stores_the_same_bytes(spec, width, monkeypatch):
+    """``Run.append_one``, which only CUDA takes by itself, against encode and append."""
+    calls = []
+
+    def fuses(run: Run, plain: Part) -> bool:
+        codecs = isinstance(run.key_codec, PerToken) and isinstance(run.value_codec, PerToken)
+        return fused and codecs and run.keys.state is not None
+
+    def append_one(run: Run, plain: Part) -> None:
+        calls.append(len(run))
+        normal(run, plain)
+
+    normal = Run.append_one
+    monkeypatch.setattr(Run, "fuses", fuses)
+    monkeypatch.setattr(Run, "append_one", append_one)
+    layers = [KVCache.from_spec(llama_config(1), spec).layers[0] for _ in range(2)]
+    new = [x.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2) for x in states(24, 2, 3, width)]
+    at = 0
+    for count in (4, *[1] * 12, 3, *[1] * 5):
+        chunk = [x[:, :, at : at + count] for x in new]
+        fused = False
+        want = layers[0].update(*chunk)
+        fused = True
+        got = layers[1].update(*chunk)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        at += count
+    assert len(calls) >= 12 and at == 24
+    for run, other in zip(layers[0].runs, layers[1].runs, strict=True):
+        assert len(run) == len(other)
+        for slab, same in zip(run.slabs, other.slabs, strict=True):
+            assert slab.appended == same.appended
+            if slab.state is not None:
+                assert all(torch.equal(a, b) for a, b in zip(slab.view(), same.view(), strict=True))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton compiles on Linux only")
