@@ -21,19 +21,20 @@ TASK = "quality"
 SPECS = ["full", "int8", "fp8", "sink(4,508)", "int8+sink(4,508)"]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options every measurement needs."""
+def add_model_arguments(parser: argparse.ArgumentParser, text: bool = True) -> None:
+    """The options every measurement needs; without `--text` where the text is generated."""
     aliases = ", ".join(models.EMBEDDED)
     parser.add_argument(
         "--model",
         default=models.DEFAULT_MODEL,
         help=f"a hub name, a folder, or one of {aliases} (%(default)s)",
     )
-    parser.add_argument(
-        "--text",
-        default=models.DEFAULT_TEXT,
-        help="a file, dataset:NAME[:CONFIG[:SPLIT[:COLUMN]]], or %(default)s: Python's own help topics",
-    )
+    if text:
+        parser.add_argument(
+            "--text",
+            default=models.DEFAULT_TEXT,
+            help="a file, dataset:NAME[:CONFIG[:SPLIT[:COLUMN]]], or %(default)s: Python's own help topics",
+        )
     parser.add_argument("--device", help='"cpu", "cuda", "cuda:1", ..., "auto" (auto where there is CUDA, else cpu)')
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (as the checkpoint)")
     parser.add_argument("--seed", type=int, default=0, help="of caches that draw at random (%(default)s)")
