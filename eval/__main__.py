@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from eval import quality, retrieval, streaming
+from eval import doctor, quality, retrieval, streaming
 
-COMMANDS: dict[str, Any] = {"quality": quality, "retrieval": retrieval, "streaming": streaming}
+COMMANDS: dict[str, Any] = {"quality": quality, "retrieval": retrieval, "streaming": streaming, "doctor": doctor}
 
 
 def main(argv: list[str] | None = None) -> None:
