@@ -91,8 +91,8 @@ def random_beside(spec: str) -> str | None:
 
 
 def with_controls(specs: list[str], config: Any) -> list[str]:
-    """Canonical names: `full` first, then the specs, then what tells a policy from luck: `random` at their budgets."""
-    found = [canonical(spec, config) for spec in ["full", *specs]]
+    """Canonical names, and behind them what tells a policy from luck: `random` at the same budgets."""
+    found = [canonical(spec, config) for spec in specs]
     for control in dict.fromkeys(filter(None, map(random_beside, found))):
         try:
             found.append(canonical(control, config))

@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> None:
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max(args.lengths) > limit:
         raise ValueError(f"--lengths {max(args.lengths)} exceeds the context of {loaded.name}, {limit}")
-    specs = contenders.with_controls(args.specs, loaded.model.config)
+    specs = contenders.with_controls(["full", *args.specs], loaded.model.config)
     if not args.no_proofs:
         first = encode(loaded.tokenizer, _items(loaded, args, args.lengths[0], args.depths[0])[0])
         ids = first.prefill.to(loaded.model.device)

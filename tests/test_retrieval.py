@@ -238,6 +238,18 @@ def test_random_at_the_same_budget(spec, beside):
     assert contenders.random_beside(spec) == beside
 
 
+def test_controls_stand_behind_the_specs_and_unknown_ones_are_noted(model, monkeypatch, capsys):
+    def canonical(spec, config):
+        if spec.startswith("int8+random"):
+            raise ValueError("no such part")
+        return spec
+
+    monkeypatch.setattr(contenders, "canonical", canonical)
+    specs = ["knorm(budget=0.5)", "snapkv(budget=0.5)", "int8+tova(budget=9)"]
+    assert contenders.with_controls(specs, None) == [*specs, "random(budget=0.5)"]
+    assert capsys.readouterr().out == "note: left out int8+random(budget=9): no such part\n"
+
+
 def test_a_cache_that_loses_to_random_is_called_so():
     def record(spec, right):
         metrics = {"right": right, "accuracy": sum(right) / 4, "tokens_kept": 9, "tokens_seen": 10, "nbytes": 1000}
