@@ -13,5 +13,8 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `memory.py` | how high did memory go? |
 | `speed.py` | how fast is a step, and which bytes had to move? |
 | `plots.py` | what does that look like? |
-| `quality.py` | the command `python -m eval quality` |
+| `quality.py` | the command `python -m eval quality`: what does a cache cost in predictions, and save in bytes? |
+| `retrieval.py` | `python -m eval retrieval`: does it still hold what the question at the end asks for? |
+| `streaming.py` | `python -m eval streaming`: how well is a stream predicted that is far longer than the window? |
+| `doctor.py` | `python -m eval doctor`: which storage does this model bear, and which of its layers do not? |
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from eval import quality
+from eval import doctor, quality, retrieval, streaming
 
-COMMANDS = {"quality": quality}
+COMMANDS: dict[str, Any] = {"quality": quality, "retrieval": retrieval, "streaming": streaming, "doctor": doctor}
 
 
 def main(argv: list[str] | None = None) -> None:

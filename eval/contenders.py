@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -64,6 +65,40 @@ def should_compress(spec: str) -> bool:
     """Whether the name promises fewer bytes than the baseline holds."""
     plain = {"full", "all", "device", "cpu"}
     return spec != BASELINE and not all(part in plain or part.startswith("disk") for part in spec.split("+"))
+
+
+# Retentions that choose tokens by importance, and what of their options `random` shares with them.
+POLICIES = ("knorm", "keydiff", "tova", "h2o", "snapkv", "expected")
+SHARED = ("budget", "sinks", "recent")
+
+
+def random_beside(spec: str) -> str | None:
+    """The same storage with tokens kept at random, as many of them; None where `spec` keeps all tokens."""
+    parts = re.split(r"\+(?![^(]*\))", spec)
+    for index, part in enumerate(parts):
+        name, _, inside = part.strip().rstrip(")").partition("(")
+        options = [option.strip() for option in inside.split(",") if option]
+        if name in POLICIES:
+            kept = [option for option in options if option.partition("=")[0] in SHARED]
+            parts[index] = f"random({','.join(kept)})" if kept else "random"
+        elif name == "sink":
+            sizes = [int(option.partition("=")[2] or option) for option in options[:2]] or [4, 1020]
+            parts[index] = f"random(budget={sum(sizes)},sinks={sizes[0]})"
+        else:
+            continue
+        return "+".join(part for part in parts if part.strip() not in ("pyramid", "adaptive"))
+    return None
+
+
+def with_controls(specs: list[str], config: Any) -> list[str]:
+    """Canonical names, and behind them what tells a policy from luck: `random` at the same budgets."""
+    found = [canonical(spec, config) for spec in specs]
+    for control in dict.fromkeys(filter(None, map(random_beside, found))):
+        try:
+            found.append(canonical(control, config))
+        except ValueError as error:
+            print(f"note: left out {control}: {error}")
+    return list(dict.fromkeys(found))
 
 
 def use_attention(model: Any, spec: str, implementation: str) -> None:

@@ -243,6 +243,11 @@ def token_ids(loaded: Loaded, text: Text, count: int) -> torch.Tensor:
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and count > limit:
         raise ValueError(f"{count} tokens exceed the context of {loaded.name}, {limit}; lower --tokens")
+    return stream_ids(loaded, text, count)
+
+
+def stream_ids(loaded: Loaded, text: Text, count: int) -> torch.Tensor:
+    """As `token_ids`, also past the context the model was trained on: [1, count]. No text is repeated to fill up."""
     ids = loaded.tokenizer(text.content, return_tensors="pt", truncation=True, max_length=count)["input_ids"]
     if ids.shape[1] < count:
         raise ValueError(f"text {text.name!r} has {ids.shape[1]} tokens, {count} are needed; lower --tokens")

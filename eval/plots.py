@@ -1,4 +1,4 @@
-"""Two pictures, made from result records alone: quality against bytes, step time against context."""
+"""Pictures made from result records alone: quality against bytes, step time against context, a stream in buckets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def plot(records: list[Record], folder: Path) -> list[Path]:
     for name, task, draw in (
         ("quality_vs_bytes.png", "quality", _quality),
         ("step_time_vs_context.png", "speed", _speed),
+        ("streaming_perplexity.png", "streaming", _streaming),
     ):
         chosen = one_setting(records, task)
         if chosen:
@@ -77,4 +78,18 @@ def _speed(axes: Any, records: list[Record]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of context")
     axes.set_ylabel("decode step (ms), median, 10th to 90th percentile")
+    axes.legend(fontsize=8)
+
+
+def _streaming(axes: Any, records: list[Record]) -> None:
+    bucket = records[-1]["settings"]["bucket"]
+    for record in records:
+        y = record["metrics"]["perplexity"]
+        axes.plot([bucket * (i + 1) for i in range(len(y))], y, marker="o", label=record["spec"])
+    trained = records[-1]["metrics"]["trained_length"]
+    if trained is not None and trained < records[-1]["settings"]["tokens"]:
+        axes.axvline(trained, color="grey", linestyle=":", label="trained length")
+    axes.set_yscale("log")
+    axes.set_xlabel("end of the bucket, in tokens of the stream")
+    axes.set_ylabel(f"perplexity of {bucket:,} tokens")
     axes.legend(fontsize=8)

@@ -21,19 +21,20 @@ TASK = "quality"
 SPECS = ["full", "int8", "fp8", "sink(4,508)", "int8+sink(4,508)"]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options every measurement needs."""
+def add_model_arguments(parser: argparse.ArgumentParser, text: bool = True) -> None:
+    """The options every measurement needs; without `--text` where the text is generated."""
     aliases = ", ".join(models.EMBEDDED)
     parser.add_argument(
         "--model",
         default=models.DEFAULT_MODEL,
         help=f"a hub name, a folder, or one of {aliases} (%(default)s)",
     )
-    parser.add_argument(
-        "--text",
-        default=models.DEFAULT_TEXT,
-        help="a file, dataset:NAME[:CONFIG[:SPLIT[:COLUMN]]], or %(default)s: Python's own help topics",
-    )
+    if text:
+        parser.add_argument(
+            "--text",
+            default=models.DEFAULT_TEXT,
+            help="a file, dataset:NAME[:CONFIG[:SPLIT[:COLUMN]]], or %(default)s: Python's own help topics",
+        )
     parser.add_argument("--device", help='"cpu", "cuda", "cuda:1", ..., "auto" (auto where there is CUDA, else cpu)')
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (as the checkpoint)")
     parser.add_argument("--seed", type=int, default=0, help="of caches that draw at random (%(default)s)")
@@ -58,11 +59,12 @@ def run(args: argparse.Namespace) -> None:
     loaded = models.load_model(args.model, args.device, args.dtype)
     text = models.load_text(args.text)
     ids = models.token_ids(loaded, text, args.tokens + 1)
-    specs = list(dict.fromkeys(contenders.canonical(spec, loaded.model.config) for spec in args.specs))
+    specs = contenders.with_controls(args.specs, loaded.model.config)
     frames = {spec: frame(loaded, text, ids, spec, args.step, args.attn, args.seed) for spec in specs}
     pending = [spec for spec in specs if records.identity(frames[spec]) not in done]
     if pending and not args.no_proofs:
         print(proofs.line(proofs.prove(loaded.model, ids, step=args.step, attn=args.attn)), flush=True)
+    results = []
     for spec in specs:
         if spec not in pending:
             record = done[records.identity(frames[spec])]
@@ -72,7 +74,9 @@ def run(args: argparse.Namespace) -> None:
             with tqdm(total=args.tokens, desc=spec, unit="tok", leave=False) as bar:
                 record = measure(loaded.model, ids, {spec: frames[spec]}, bar.update)[0]
             records.append(args.out, record)
+        results.append(record)
         print(line(record))
+    print(beside_random(results), end="")
 
 
 def frame(
@@ -132,3 +136,19 @@ def line(record: records.Record) -> str:
         f"(p99.9 {m['kl_p999']:.2e})  top-1 {m['top1_agreement']:.4f}  "
         f"{m['nbytes'] / 1e6:.2f} MB ({m['bytes_ratio']:.3f})  kept {m['tokens_kept']}/{m['tokens_seen']}"
     )
+
+
+def beside_random(results: list[records.Record]) -> str:
+    """Policies by KL, each beside tokens kept at random under the same budget; "" where there are none."""
+    kl = {record["spec"]: record["metrics"]["kl_mean"] for record in results}
+    luck = {record["spec"]: contenders.random_beside(record["spec"]) for record in results}
+    lines = []
+    for record in sorted(results, key=lambda record: record["metrics"]["kl_mean"]):
+        spec, m = record["spec"], record["metrics"]
+        control = luck[spec]
+        if control in kl:
+            verdict = "  loses to random" if kl[spec] > kl[control] else ""
+            kept = m["tokens_kept"] / m["tokens_seen"]
+            lines.append(f"{spec:<40}{kept:>7.2f}{kl[spec]:>11.2e}{kl[control]:>11.2e}{verdict}")
+    head = f"\n{'policy':<40}{'kept':>7}{'mean KL':>11}{'random':>11}"
+    return "\n".join([head, *lines, ""]) if lines else ""

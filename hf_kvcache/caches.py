@@ -213,8 +213,15 @@ class KVCache(compat.Cache):
         self._last_updated = layer_idx
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
+        """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them).
+
+        transformers makes one mask for all full-attention layers. Encoded layers can translate it to their slots, plain
+        ones (``skip_layers``) cannot: where there are both, the answer is that of a plain one.
+        """
         self._last_updated = None
+        if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], KVLayer):
+            ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
+            layer_idx = next(ours, layer_idx)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:

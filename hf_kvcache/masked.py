@@ -65,8 +65,8 @@ class Visible(NamedTuple):
     def by_slot(self, mask: torch.Tensor) -> torch.Tensor | None:
         """What a mask made by transformers for this call says about the slots, after a look at it.
 
-        It counts its columns as consecutive tokens. That is right for a window without pads; where tokens have two
-        slots, only its last row (which tokens are real) can be used, by token number.
+        It counts its columns as consecutive tokens of some layer. A window without pads needs nothing of it, ``rows``
+        say it all; where tokens have two slots, only its last row (which tokens are real) is used, by token number.
 
         Raises:
             ValueError: pads under an evicting retention, or queries that may not see themselves (a prompt fed twice).
@@ -78,9 +78,9 @@ class Visible(NamedTuple):
             raise ValueError(FED_TWICE)
         if self.evicts and not allowed[..., -1, :total].all():
             raise ValueError(PADDED)
-        if not self.doubled:
-            return mask
-        return None if self.evicts else mask[..., -1:, :][..., self.position]
+        if self.evicts:
+            return None
+        return mask[..., -1:, :][..., self.position] if self.doubled else mask
 
 
 def watched(keys: torch.Tensor, seen: int, queries: int, evicts: bool = False) -> torch.Tensor:
@@ -161,9 +161,13 @@ class MaskedStates(torch.Tensor):
         return MaskedStates.wrap(func(*map(_plain, others), **kwargs), self.visible, "scores")
 
     def _operand(self, other: Any) -> Any:
-        """The other side of an addition: a mask made by transformers is translated to slots."""
-        shape = (self.visible.queries, len(self.visible.since))
-        if not isinstance(other, torch.Tensor) or other.dim() < 2 or other.shape[-2:] != shape:
+        """The other side of an addition: a mask made by transformers is translated to slots.
+
+        A 4-D one may have the columns of a layer with other slots (``skip_layers``), but has as many rows as queries.
+        """
+        if not isinstance(other, torch.Tensor) or other.dim() < 2 or other.shape[-2] != self.visible.queries:
+            return other
+        if other.dim() != 4 and other.shape[-1] != len(self.visible.since):
             return other
         slots = self.visible.by_slot(other)
         return 0.0 if slots is None else slots

@@ -361,3 +361,17 @@ def test_a_picture_mixes_no_settings(cli, tmp_path):
     cli("--specs", "dynamic", "int8", "--out", out)
     cli("--specs", "dynamic", "--seed", "1", "--out", out)
     assert [record["settings"]["seed"] for record in plots.one_setting(records.read(out), quality.TASK)] == [1]
+
+
+def test_policies_are_listed_by_kl_beside_random_and_losers_are_called_so():
+    def record(spec, kl):
+        return {"spec": spec, "metrics": {"kl_mean": kl, "tokens_kept": 5, "tokens_seen": 10}}
+
+    results = [record("random(budget=0.5)", 0.2), record("knorm(budget=0.5)", 0.3), record("snapkv(budget=0.5)", 0.1)]
+    shown = quality.beside_random([*results, record("int8", 0.1), record("tova(budget=0.2)", 9)]).splitlines()[2:]
+    assert [row.split()[:4] for row in shown] == [
+        ["snapkv(budget=0.5)", "0.50", "1.00e-01", "2.00e-01"],
+        ["knorm(budget=0.5)", "0.50", "3.00e-01", "2.00e-01"],
+    ]
+    assert [row.endswith("loses to random") for row in shown] == [False, True]
+    assert quality.beside_random([record("int8", 0.1)]) == ""
