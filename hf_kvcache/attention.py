@@ -151,6 +151,13 @@ def attend(
     visible: Visible | None = None,
 ) -> torch.Tensor:
     """``attend_torch``, or on CUDA the Triton kernels for what they can do (decode). Same arguments, same result."""
+    if query.shape[2] <= SMALL and query.device.type == "cpu":
+        from . import cpu_decode
+
+        joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
+        out = cpu_decode.try_attend(query, parts, scaling, joined, softcap, s_aux)
+        if out is not None:
+            return out
     if query.is_cuda and has_triton() and query.shape[2] <= SMALL:
         from . import triton_decode
 
