@@ -35,6 +35,7 @@ from .cpu_build import LEVELS, find, source_hash
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 EIGHT_BITS = {"int8": 3, "fp8_e4m3": 4, "fp8_e5m2": 5}
+WRITES = {"full", *EIGHT_BITS}  # codecs that ``append`` knows
 GROUPED = {"channel": 6, "token": 7}
 MAX_QUERIES = 16
 MAX_WIDTH = 1024
@@ -306,6 +307,15 @@ def _turns(width: int) -> tuple[int, int]:
 
 
 # -- writing -------------------------------------------------------------------------------------------------
+
+
+def appends(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether ``append`` takes such states: plain tensors on the CPU, of a float dtype, without gradients."""
+    if not wanted or load() is None or type(keys) is not torch.Tensor or type(values) is not torch.Tensor:
+        return False
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        return False
+    return keys.device.type == values.device.type == "cpu" and keys.dtype in FLOATS and values.dtype in FLOATS
 
 
 def append(
