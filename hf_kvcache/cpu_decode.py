@@ -82,18 +82,28 @@ def status() -> str:
 
 @cache
 def load() -> Library | None:
-    """The library, opened once; ``None`` where it is not built, or was built from another source."""
+    """The library, opened once, at the best level of this machine.
+
+    ``None`` where it is not built, or was built from another source.
+    """
     path = find()
-    if path is None:
-        return None
+    found = {} if path is None else levels(path)
+    return list(found.values())[-1] if found else None
+
+
+def levels(path: Path) -> dict[str, Library]:
+    """The levels in a library that this machine can run, simplest first; none where it is of another source."""
     library = ctypes.CDLL(str(path))
     if (ctypes.c_char * 65).in_dll(library, "source_base").value.decode() != source_hash():
-        return None
-    levels = [name for i, name in enumerate(LEVELS) if hasattr(library, f"attend_{name}") and library.has_base(i)]
-    attend, append = getattr(library, f"attend_{levels[-1]}"), getattr(library, f"append_{levels[-1]}")
-    attend.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-    append.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
-    return Library(attend, append, levels[-1], _pool(), path)
+        return {}
+    found = {}
+    for index, name in enumerate(LEVELS):
+        if hasattr(library, f"attend_{name}") and library.has_base(index):
+            attend, append = getattr(library, f"attend_{name}"), getattr(library, f"append_{name}")
+            attend.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+            append.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+            found[name] = Library(attend, append, name, _pool(), path)
+    return found
 
 
 def _pool() -> int:
