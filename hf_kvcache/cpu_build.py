@@ -22,7 +22,8 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("cpu_decode.c")
 NAME = "_cpu_decode.so"
 FLAGS = "-O3 -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=fast -fno-math-errno -fno-trapping-math -Wno-psabi"
-LEVELS = {"base": "", "avx2": "-mavx2 -mfma -mf16c"}  # by name: flags beyond FLAGS; the last one that a machine has wins
+# Flags beyond FLAGS; the last level that a machine has is used.
+LEVELS = {"base": "", "avx2": "-mavx2 -mfma -mf16c"}
 
 
 def source_hash() -> str:

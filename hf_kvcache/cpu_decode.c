@@ -66,7 +66,7 @@ typedef struct {
 typedef struct {
     int64_t query, query_dtype, query_batch, query_head, query_token;
     int64_t out, out_dtype; /* [B, Q, Hq, Dv], contiguous */
-    int64_t mask, mask_dtype, mask_batch, mask_head, mask_query, mask_token;
+    int64_t mask, mask_dtype, mask_batch, mask_head, mask_query, mask_token, mask_shared;
     int64_t s_aux;                 /* float32 [Hq], or 0 */
     int64_t key_turn, value_turn;  /* float32 [D, D]: what query rows are multiplied with; what undoes it for values */
     int64_t batch, heads, groups, queries, key_width, value_width;
@@ -366,8 +366,8 @@ static void cap_scores(float *s, int64_t n, float softcap) {
 }
 
 static void mask_scores(const Call *call, int64_t b, int64_t head, int64_t query, int64_t token, int64_t n, float *s) {
-    int64_t at = b * call->mask_batch + head * call->mask_head + query * call->mask_query + token * call->mask_token;
-    int64_t step = call->mask_token;
+    int64_t step = call->mask_token, row = head / call->mask_shared;
+    int64_t at = b * call->mask_batch + row * call->mask_head + query * call->mask_query + token * step;
     if (call->mask_dtype == FLOAT32) {
         const float *bias = (const float *)call->mask + at;
         for (int64_t t = 0; t < n; t++) s[t] += bias[t * step];

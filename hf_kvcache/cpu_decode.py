@@ -44,7 +44,7 @@ PIECE = 256  # fewest tokens in a split
 
 SIDE = struct.Struct("13q")  # Side, Part, Call and Append of cpu_decode.c
 TOKENS = struct.Struct("q")
-CALL = struct.Struct("26q2d")
+CALL = struct.Struct("27q2d")
 APPEND = struct.Struct("24q")
 
 
@@ -77,7 +77,8 @@ def status() -> str:
     library = load()
     if library is None:
         return f"compiled kernel: {found} was built from another version; build it again; torch is used"
-    return f"compiled kernel: {library.path}, {library.level}, {'threads of torch' if library.parallel else 'one thread'}"
+    threads = "threads of torch" if library.parallel else "one thread"
+    return f"compiled kernel: {library.path}, {library.level}, {threads}"
 
 
 @cache
@@ -160,7 +161,7 @@ def try_attend(
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``attend_compiled``, or ``None`` where it does not support the arguments."""
-    library = load() if wanted else None
+    library = load() if wanted and not torch.compiler.is_compiling() else None
     described = None if library is None else _describe(query, parts, mask, s_aux)
     if library is None or described is None:
         return None
@@ -175,7 +176,7 @@ def try_attend(
     call = CALL.pack(
         query.data_ptr(), FLOATS[query.dtype], *query.stride()[:3],
         out.data_ptr(), FLOATS[dtype],
-        *_mask_fields(mask),
+        *_mask_fields(mask, query_heads),
         0 if aux is None else aux.data_ptr(),
         _turns(width)[0] if turned[0] else 0, _turns(value_width)[1] if turned[1] else 0,
         batch, heads, query_heads // heads, queries, width, value_width,
@@ -209,6 +210,8 @@ def _describe(
         return None
     pieces, turned, tokens = [], [False, False], 0
     for part in parts:
+        if type(part) is not Part:  # ragged
+            return None
         n = part.tokens
         pieces.append(TOKENS.pack(n))
         for side, (codec, state) in enumerate(((part.key_codec, part.keys), (part.value_codec, part.values))):
@@ -218,7 +221,7 @@ def _describe(
             turned[side] |= bool(fields[-1])
             pieces.append(SIDE.pack(*fields))
         tokens += n
-    if mask is not None and not _mask_fits(mask, (batch, query_heads, queries, tokens)):
+    if mask is not None and not _mask_fits(mask, (batch, query_heads, queries, tokens), heads):
         return None
     if s_aux is not None:
         if s_aux.device.type != "cpu" or s_aux.shape != (query_heads,):
@@ -258,7 +261,6 @@ def _side_fields(codec: Codec, state: Any, shape: tuple[int, int, int, int]) -> 
 
 def _grouped_fields(form: int, bits: int, group: int, state: Any, turned: int) -> tuple[int, ...] | None:
     codes, scale, zero = state
-    width = codes.shape[-1]
     assert codes.dtype is torch.uint8 and scale.dtype is torch.bfloat16 and zero.dtype is torch.int16
     assert codes.shape[3] == group * bits // 8 and scale.shape == zero.shape, (codes.shape, scale.shape, zero.shape)
     if not (_dense(codes, 3) and _dense(scale, 3) and _dense(zero, 3)):
@@ -277,21 +279,22 @@ def _dense(t: torch.Tensor, axis: int) -> bool:
     return (one == 1 or t.shape[axis + 1] == 1) and (row == t.shape[axis + 1] or t.shape[axis] == 1)
 
 
-def _mask_fits(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
+def _mask_fits(mask: torch.Tensor, shape: tuple[int, int, int, int], heads: int) -> bool:
     sizes = mask.shape
     if len(sizes) != 4 or mask.device.type != "cpu" or not (mask.dtype is torch.bool or mask.dtype in FLOATS):
         return False
-    if mask.requires_grad and torch.is_grad_enabled() or type(mask) is not torch.Tensor:
+    if type(mask) is not torch.Tensor or (mask.requires_grad and torch.is_grad_enabled()):
         return False
-    return all(have == want or have == 1 for have, want in zip(sizes, shape, strict=True))
+    fits = [have == want or have == 1 for have, want in zip(sizes, shape, strict=True)]
+    return fits[0] and (fits[1] or sizes[1] == heads) and fits[2] and fits[3]
 
 
-def _mask_fields(mask: torch.Tensor | None) -> tuple[int, ...]:
-    """Address, kind, and strides with 0 along broadcast axes."""
+def _mask_fields(mask: torch.Tensor | None, query_heads: int) -> tuple[int, ...]:
+    """Address, kind, strides with 0 along broadcast axes, and how many query heads share a row of it."""
     if mask is None:
-        return 0, 0, 0, 0, 0, 0
+        return 0, 0, 0, 0, 0, 0, 1
     strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return mask.data_ptr(), 0 if mask.dtype is torch.float32 else 1, *strides
+    return mask.data_ptr(), 0 if mask.dtype is torch.float32 else 1, *strides, query_heads // mask.shape[1]
 
 
 def _share(pairs: int, tokens: int, products: int) -> tuple[int, int]:
@@ -321,7 +324,9 @@ def _turns(width: int) -> tuple[int, int]:
 
 def appends(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether ``append`` takes such states: plain tensors on the CPU, of a float dtype, without gradients."""
-    if not wanted or load() is None or type(keys) is not torch.Tensor or type(values) is not torch.Tensor:
+    if not wanted or torch.compiler.is_compiling() or load() is None:
+        return False
+    if type(keys) is not torch.Tensor or type(values) is not torch.Tensor:
         return False
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         return False
@@ -349,7 +354,8 @@ def append(
     library = load()
     assert library is not None, "append: the kernel is not built"
     keys, values = (_turned(x, codec) for x, codec in zip((keys, values), codecs, strict=True))
-    fields = *_append_fields(keys, codecs[0], states[0], slots[0]), *_append_fields(values, codecs[1], states[1], slots[1])
+    sides = zip((keys, values), codecs, states, slots, strict=True)
+    fields = [field for side in sides for field in _append_fields(*side)]
     bad = library.append(APPEND.pack(*fields), keys.shape[0], keys.shape[1])
     if bad < 0:
         raise MemoryError("append: no memory for one row")
