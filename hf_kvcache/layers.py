@@ -10,11 +10,11 @@ token-by-token feeding agree.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from . import compat
+from . import compat, cpu_decode
 from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
 from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
@@ -73,6 +73,16 @@ class Run:
         ):
             slot = slab.open_slot()
             append_quantized(states, slab.state, slot, codec)  # type: ignore[arg-type]
+
+    def append_direct(self, keys: torch.Tensor, values: torch.Tensor) -> str | None:
+        """One token on a CPU, in one call; "keys" or "values" (and nothing is stored) where one is not finite."""
+        slots = self.keys.open_slot(), self.values.open_slot()
+        states = self.keys.state, self.values.state
+        bad = cpu_decode.append(keys, values, (self.key_codec, self.value_codec), states, slots)
+        if bad is not None:
+            for slab in self.slabs:
+                slab.appended -= 1
+        return bad
 
     def replace(self, part: Part) -> None:
         for slab in self.slabs:
@@ -211,6 +221,9 @@ class KVLayer(compat.CacheLayerMixin):
             ValueError: another batch size, shape or dtype than before; a prompt fed a second time; non-finite states
                 into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
+        direct = self._direct(key_states, value_states) if key_states.shape[2] == 1 else None
+        if direct is not None:
+            return self._append_direct(direct, key_states, value_states)
         self._check(key_states, value_states)
         if self.retention.reposition and self._attention() != NAME:
             raise ValueError(f"reposition=True needs queries that can be turned: {ASK_FOR_OURS}")
@@ -261,6 +274,40 @@ class KVLayer(compat.CacheLayerMixin):
         if self.rope is None or retention.window is None or not retention.sinks:
             return None
         return Moved(min(retention.sinks, self.seen), retention.sinks + retention.window - 1, query, self.rope)
+
+    def _direct(self, keys: torch.Tensor, values: torch.Tensor) -> Run | None:
+        """The run to which this token goes, where it is one more like those before and one compiled call stores it.
+
+        ``None`` for all else: another shape or dtype, gradients, a group to seal, a mask of our own.
+        """
+        storage, seen = self.storage, self.seen
+        if not self.is_initialized or seen < self.apart or not cpu_decode.appends(keys, values):
+            return None
+        rows = (self.batch_size, self.heads, 1)
+        if keys.shape != (*rows, self.widths[0]) or values.shape != (*rows, self.widths[1]):
+            return None
+        if keys.dtype is not self.dtypes[0] or values.dtype is not self.dtypes[1]:
+            return None
+        run = self.tail if storage.has_tail else self.sealed
+        if run.keys.state is None or run.key_codec.name not in cpu_decode.WRITES:
+            return None
+        if run.value_codec.name not in cpu_decode.WRITES:
+            return None
+        if storage.has_tail:
+            sealing = self.boundary(seen + 1) != self.boundary(seen)
+            return None if sealing or self.retention.window is not None else run
+        return None if self.retention.evicts and self._attention() != NAME else run
+
+    def _append_direct(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+        with full_precision(keys.device):
+            bad = run.append_direct(keys, values)
+        if bad is not None:
+            self.refuse_non_finite(bad)
+        self.seen += 1
+        parts = [run.part() for run in self.runs if len(run)]
+        return self._present(
+            History(parts, None, self.retention.evicts, *self.dtypes, moved=self._moved(self.seen - 1)), None
+        )
 
     def _seal(self, plain: Part, layout: Layout) -> Part:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
@@ -496,10 +543,14 @@ class KVLayer(compat.CacheLayerMixin):
         """``peaks``: largest absolute key and value, [2]; NaN and infinity are refused by a lossy storage."""
         for name, peak in zip(("keys", "values"), peaks.tolist(), strict=True):
             if not math.isfinite(peak):
-                raise ValueError(
-                    f"layer {self.index}: non-finite {name} cannot be stored as {self.storage.name}; check the model's "
-                    "dtype (float16 overflows), or use storage 'full'"
-                )
+                self.refuse_non_finite(name)
+
+    def refuse_non_finite(self, name: str) -> NoReturn:
+        """Raise what says that these "keys" or "values" cannot be stored."""
+        raise ValueError(
+            f"layer {self.index}: non-finite {name} cannot be stored as {self.storage.name}; check the model's "
+            "dtype (float16 overflows), or use storage 'full'"
+        )
 
 
 class WindowLayer(compat.DynamicSlidingWindowLayer):

@@ -76,7 +76,8 @@ class Slab:
     def view(self) -> Any:
         """All stored tokens as views, in slot order (token order until a ring wraps)."""
         assert self.state is not None
-        return narrow(self.state, 0, len(self))
+        n = len(self)
+        return type(self.state)(*[t.narrow(2, 0, n) for t in self.state])  # type: ignore[call-overload]
 
     def tokens(self) -> torch.Tensor:
         """Which token (counted from the slab's first) lies in each slot, ``[len]`` int64 on the CPU."""
