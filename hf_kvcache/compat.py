@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -35,6 +36,7 @@ __all__ = [
     "cache_argument",
     "is_plain_full_attention",
     "is_stock_layer",
+    "no_init_weights",
     "position_bias",
     "sdpa_attention_forward",
     "sdpa_mask",
