@@ -7,6 +7,7 @@ model.generate(**inputs, past_key_values=cache)
 
 from .attention import register
 from .caches import CacheStats, EvictionCache, KVCache, QuantizedCache, SinkWindowCache
+from .planner import plan
 
-__all__ = ["CacheStats", "EvictionCache", "KVCache", "QuantizedCache", "SinkWindowCache", "register"]
+__all__ = ["CacheStats", "EvictionCache", "KVCache", "QuantizedCache", "SinkWindowCache", "plan", "register"]
 __version__ = "0.1.0"

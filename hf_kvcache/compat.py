@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -36,6 +37,7 @@ __all__ = [
     "cache_argument",
     "is_plain_full_attention",
     "is_stock_layer",
+    "no_init_weights",
     "position_bias",
     "rotary",
     "sdpa_attention_forward",

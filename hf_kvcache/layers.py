@@ -123,6 +123,15 @@ class Layout(NamedTuple):
         return self.sinks + self.held + self.raw
 
 
+class Held(NamedTuple):
+    """A run of tokens as the planner counts it."""
+
+    key_codec: Codec
+    value_codec: Codec
+    tokens: int
+    beside: int = 0  # bytes per token and KV head that are kept beside keys and values
+
+
 class KVLayer(compat.CacheLayerMixin):
     """The cache of one full-attention layer.
 
@@ -172,6 +181,17 @@ class KVLayer(compat.CacheLayerMixin):
         if seen <= storage.quantize_after:
             return start
         return start + max(seen - self.apart - storage.residual, 0) // storage.group * storage.group
+
+    def held_at(self, seen: int) -> list[Held]:
+        """What is held once ``seen`` tokens were seen; arithmetic only."""
+        full, storage, limit = CODECS["full"], self.storage, self.sealed.limit
+        sinks, end = min(self.apart, seen), self.boundary(seen)
+        sealed = end - sinks if limit is None else min(end - sinks, limit)
+        return [
+            Held(full, full, sinks),
+            Held(storage.key_codec, storage.value_codec, sealed),
+            Held(full, full, seen - end),
+        ]
 
     def _sealed_since(self, token: torch.Tensor) -> torch.Tensor:
         """The first query that sees a token in its encoded form."""

@@ -1,0 +1,371 @@
+"""What will it cost? Bytes of a cache, and what fits into a device, before anything is allocated.
+
+    cache bytes = batch * sum over layers of ( sum over runs  tokens held / group * bytes per row   +  state bytes )
+
+Nothing here knows a family, a codec or a retention:
+
+    bytes per row    the codec encodes one row of a tensor without storage, and the parts of its state are added up
+    tokens held      the layers that ``KVCache`` would build answer for themselves (``KVLayer.held_at``)
+    shapes           the model answers (``shapes.py``)
+
+For ``full`` that is the exact payload, 2 * layers * KV heads * head size * tokens * bytes per value. What comes on top
+for a moment, or as rows allocated ahead, is in ``workspace_bytes``, an estimate of what a decode step needs:
+
+    rows allocated ahead by growing slabs (1/128, at least 16 tokens)
+    + the largest layer in the model's dtype: a slab is copied when it grows, and stock attention is handed decoded states
+    + attention scores and probabilities of one layer in float32, and one block of codes
+    + logits of one token per row, in the model's dtype and in float32
+
+Reading a long prompt at once needs more, about tokens * (2 * hidden + 3 * intermediate) values per row: feed it in chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import spec as specs
+from .attention import BLOCK
+from .caches import KVCache
+from .codecs import Codec
+from .layers import Held, KVLayer
+from .shapes import LayerShapes, Outline, outline
+
+HEADROOM = 0.2  # share of the device that stays free
+UNLIMITED = 2**31 - 1  # tokens; a bounded cache fits for any context
+SPECS = ("full", "int8", "fp8", "int4", "k4v2", "int2", "sink(4,1020)", "int8+sink(4,1020)")
+UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+# The nearest that vLLM has for a storage; "" where there is nothing near. The "per_token_head" types are recent.
+VLLM_DTYPES = {
+    "full": "auto",
+    "int8": "int8_per_token_head",
+    "fp8_e4m3": "fp8_per_token_head",
+    "fp8_e5m2": "fp8_e5m2",
+    "int4": "int4_per_token_head",
+}
+VLLM_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cache costs. All sizes in bytes, of the whole batch.
+
+    ``largest_batch`` (at this context) and ``longest_context`` (at this batch, ``UNLIMITED`` where the cache is bounded)
+    leave 20 % of ``device_memory`` free; they are ``None`` where memory or weights are unknown, and 0 where nothing fits.
+    """
+
+    model: str
+    spec: str
+    context: int  # tokens per row
+    batch: int
+    dtype: str
+    cache_bytes: int
+    bytes_by_type: dict[str, int]  # full, sliding, latent (MLA), linear (recurrent states), shared (always 0)
+    layers_by_type: dict[str, int]
+    device_bytes: int  # of cache_bytes, what lies on the device
+    far_bytes: int  # and what lies elsewhere
+    weight_bytes: int | None
+    workspace_bytes: int
+    device_memory: int | None
+    largest_batch: int | None
+    longest_context: int | None
+    notes: tuple[str, ...]
+    _outline: Outline = field(repr=False, compare=False)
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Weights, cache and workspace on the device."""
+        return None if self.weight_bytes is None else self.weight_bytes + self.device_bytes + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the total leaves the headroom free; ``None`` where memory or weights are unknown."""
+        return None if self.largest_batch is None else self.batch <= self.largest_batch
+
+    def at(self, *, spec: str | None = None, context: int | None = None, batch: int | None = None) -> Plan:
+        """The same model under another spec, context or batch."""
+        return _plan(
+            self._outline,
+            specs.split(self.spec if spec is None else spec),
+            self.context if context is None else context,
+            self.batch if batch is None else batch,
+            self.device_memory,
+        )
+
+    def table(self, names: Sequence[str] = SPECS) -> str:
+        """One line per spec: cache, share of ``full``, total, largest batch, longest context."""
+        full = self.at(spec="full").cache_bytes
+        rows = [("spec", "cache", "of full", "total", "largest batch", "longest context")]
+        for plan in (self.at(spec=name) for name in names):
+            share, total = f"{plan.cache_bytes / max(full, 1):.3f}", _size(plan.total_bytes)
+            rows.append((plan.spec, _size(plan.cache_bytes), share, total, *plan._limits()))
+        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [[row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))] for row in rows]
+        return "\n".join("  ".join(line) for line in lines)
+
+    def _limits(self) -> tuple[str, str]:
+        if self.largest_batch is None or self.longest_context is None:
+            return "-", "-"
+        return f"{self.largest_batch:,}", "any" if self.longest_context == UNLIMITED else f"{self.longest_context:,}"
+
+    @property
+    def vllm(self) -> dict[str, str]:
+        """The nearest settings of ``vllm serve``; a value of "" says that vLLM has nothing near."""
+        axes = specs.split(self.spec)
+        name = specs.storage(axes.get("storage", "full")).name
+        settings = {
+            "--kv-cache-dtype": VLLM_DTYPES.get(name, ""),
+            "--block-size": str(VLLM_BLOCK),
+            "--max-model-len": str(-(-self.context // VLLM_BLOCK) * VLLM_BLOCK),
+            "--max-num-seqs": str(self.batch),
+            "--gpu-memory-utilization": f"{1 - HEADROOM:.2f}",
+        }
+        if self.far_bytes:  # --swap-space, in versions that still have it
+            settings["--kv-offloading-size"] = f"{self.far_bytes / UNITS['GIB']:.1f}"
+        return settings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.startswith("_")}
+        return {**fields, "total_bytes": self.total_bytes, "fits": self.fits, "vllm": self.vllm}
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{n} {kind} {_size(self.bytes_by_type[kind])}" for kind, n in self.layers_by_type.items())
+        lines = [
+            f"{self.model}: {self.spec}, {self.batch} x {self.context:,} tokens, {self.dtype}",
+            f"  cache      {_size(self.cache_bytes):>10}   layers: {kinds}",
+            f"  weights    {_size(self.weight_bytes):>10}",
+            f"  workspace  {_size(self.workspace_bytes):>10}   of a decode step (estimate)",
+            f"  total      {_size(self.total_bytes):>10}",
+        ]
+        if self.far_bytes:
+            lines.insert(2, f"    elsewhere {_size(self.far_bytes):>9}")
+        if self.device_memory is not None:
+            usable = f"{_size(self.device_memory)}, of which {HEADROOM:.0%} stay free"
+            lines[-1] += f"   {'fits' if self.fits else 'does not fit' if self.fits is False else 'unknown'} in {usable}"
+            batch, context = self._limits()
+            lines.append(f"  largest batch {batch}; longest context at batch {self.batch} {context}")
+        vllm = " ".join(f"{k} {v}" for k, v in self.vllm.items() if v)
+        return "\n".join([*lines, f"  vLLM: {vllm}", *(f"  note: {note}" for note in self.notes)])
+
+
+def plan(
+    config_or_name: Any,
+    context: int = 8192,
+    batch: int = 1,
+    storage: str = "full",
+    retention: str = "all",
+    placement: str = "device",
+    spec: str | None = None,
+    dtype: Any = None,
+    device_memory: int | str | None = None,
+    weight_bytes: int | None = None,
+) -> Plan:
+    """What a cache costs before it is made; see the module.
+
+    Args:
+        config_or_name: a config, a dict with ``model_type``, a ``config.json``, a folder that holds one, or a hub name.
+        context: tokens per row, prompt and answer together.
+        batch: rows.
+        storage, retention, placement: as for ``KVCache``; or all three in one ``spec``.
+        dtype: of weights, keys and values; ``None``: what the config says.
+        device_memory: bytes, or text such as ``"80GiB"``; without it nothing is said about what fits.
+        weight_bytes: bytes of the weights where the config does not tell them (quantized checkpoints).
+
+    Raises:
+        ValueError: an unknown spec, model or unit; numbers below 1; a model that cannot be outlined.
+    """
+    axes = {"storage": storage, "retention": retention, "placement": placement}
+    if spec is not None:
+        given = [name for name, value in axes.items() if value not in ("full", "all", "device")]
+        if given:
+            raise ValueError(f"spec={spec!r} names all axes: leave out {', '.join(given)}")
+        axes = specs.split(spec)
+    memory = None if device_memory is None else parse_memory(device_memory)
+    _check(context, batch)
+    made = outline(config_or_name, dtype)
+    if weight_bytes is not None:
+        notes = tuple(note for note in made.notes if not note.startswith("weights"))
+        made = made._replace(weight_bytes=weight_bytes, notes=notes)
+    return _plan(made, axes, context, batch, memory)
+
+
+def _check(context: int, batch: int) -> None:
+    for name, value in (("context", context), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not an integer >= 1")
+
+
+def _plan(made: Outline, axes: dict[str, str], context: int, batch: int, memory: int | None) -> Plan:
+    _check(context, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a spec changes nothing for a model is seen in the numbers
+        cache = KVCache(made.config, **axes)
+    layers = [_Layer(layer, made, index) for index, layer in enumerate(cache.layers)]
+    by_type, count = _by_type(layers, made, context)
+    total, far = sum(by_type.values()), _far_bytes(cache, layers, context)
+    workspace = _workspace(layers, made, context)
+    largest = longest = None
+    if memory is not None and made.weight_bytes is not None:
+        free = int(memory * (1 - HEADROOM)) - made.weight_bytes
+        largest = max(free // (total - far + workspace), 0)
+        longest = _longest(cache, layers, made, free // batch)
+    return Plan(
+        model=made.name,
+        spec=cache.spec,
+        context=context,
+        batch=batch,
+        dtype=str(made.dtype)[6:],
+        cache_bytes=batch * total,
+        bytes_by_type={kind: batch * size for kind, size in by_type.items()},
+        layers_by_type=count,
+        device_bytes=batch * (total - far),
+        far_bytes=batch * far,
+        weight_bytes=made.weight_bytes,
+        workspace_bytes=batch * workspace,
+        device_memory=memory,
+        largest_batch=largest,
+        longest_context=longest,
+        notes=made.notes + _warnings(cache),
+        _outline=made,
+    )
+
+
+def _warnings(cache: KVCache) -> tuple[str, ...]:
+    kept = () if not cache.retention.evicts else (f"vLLM has nothing like {cache.retention.spec!r}: it keeps all tokens",)
+    name = cache.storage.name
+    return kept if name in VLLM_DTYPES else (*kept, f"vLLM has nothing near {name!r}: its cache would be larger")
+
+
+class _Layer:
+    """Bytes of one layer for one row, as a function of the context."""
+
+    def __init__(self, layer: Any, made: Outline, index: int) -> None:
+        self.layer = layer
+        self.shapes = made.layers[index] if index < len(made.layers) else LayerShapes()
+        self.window = getattr(layer, "sliding_window", None)
+        self.latent = self.shapes.heads == 1 and self.shapes.widths[0] == getattr(made.config, "kv_lora_rank", None)
+
+    @property
+    def kind(self) -> str:
+        if not self.shapes.heads:
+            return "linear" if self.shapes.state_bytes else "shared"
+        return "sliding" if self.window is not None else "latent" if self.latent else "full"
+
+    def held(self, context: int) -> list[Held]:
+        if not self.shapes.heads:
+            return []
+        if isinstance(self.layer, KVLayer):
+            return self.layer.held_at(context)
+        plain = specs.storage("full")  # a native window, or the attention of a hybrid layer
+        return [Held(plain.key_codec, plain.value_codec, min(context, self.window or context))]
+
+    def bytes(self, context: int, ahead: bool = False) -> int:
+        """Keys and values; with ``ahead`` also the rows that growing slabs may have allocated before they are needed."""
+        shapes, total = self.shapes, 0
+        for run in self.held(context):
+            group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
+            extra = max(16, run.tokens // 128) + group if ahead and isinstance(self.layer, KVLayer) else 0
+            for codec, width, dtype in zip(
+                (run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True
+            ):
+                total += (run.tokens + extra) * row_bytes(codec, shapes.heads, width, dtype) // codec.group
+            total += (run.tokens + extra) * shapes.heads * run.beside
+        return total
+
+    def decoded(self, context: int) -> int:
+        """Keys and values in the model's dtype."""
+        shapes = self.shapes
+        values = sum(width * dtype.itemsize for width, dtype in zip(shapes.widths, shapes.dtypes, strict=True))
+        return sum(run.tokens for run in self.held(context)) * shapes.heads * values
+
+
+@lru_cache(maxsize=512)
+def row_bytes(codec: Codec, heads: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of a codec's state: ``codec.group`` tokens of one sequence, all heads."""
+    row = torch.empty(1, heads, codec.group, width, dtype=dtype, device="meta")
+    return sum(part.nbytes for part in codec.encode(row))
+
+
+def _by_type(layers: list[_Layer], made: Outline, context: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes per row and number of layers by type. A hybrid layer's states count as ``linear`` bytes."""
+    size: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for layer in layers:
+        kind, states = layer.kind, layer.shapes.state_bytes
+        count[kind] = count.get(kind, 0) + 1
+        size[kind] = size.get(kind, 0) + layer.bytes(context)
+        if states:
+            size["linear"] = size.get("linear", 0) + states
+    rest = made.config.num_hidden_layers - len(layers)  # older transformers make no entry for shared layers
+    if rest > 0:
+        size.setdefault("shared", 0)
+        count["shared"] = count.get("shared", 0) + rest
+    return size, count
+
+
+def _far_bytes(cache: KVCache, layers: list[_Layer], context: int) -> int:
+    """Bytes per row that lie off the device: those of the layers that a placement moves, none while it is ``device``."""
+    if cache.placement == "device":
+        return 0
+    return sum(layer.bytes(context) for layer in layers if isinstance(layer.layer, KVLayer))
+
+
+def _workspace(layers: list[_Layer], made: Outline, context: int) -> int:
+    """See the module; per row."""
+    config, size = made.config, made.dtype.itemsize
+    ahead = sum(layer.bytes(context, ahead=True) - layer.bytes(context) for layer in layers)
+    widest = max(layer.decoded(context) for layer in layers)
+    most = max(sum(run.tokens for run in layer.held(context)) for layer in layers)
+    scores = 2 * 4 * most * getattr(config, "num_attention_heads", 1)
+    block = min(4 * BLOCK, 2 * widest)
+    return ahead + widest + scores + block + config.vocab_size * (4 + size)
+
+
+def _longest(cache: KVCache, layers: list[_Layer], made: Outline, room: int) -> int:
+    """The most tokens per row for which everything fits into ``room`` bytes, on the way there too."""
+    late = cache.storage.quantize_after  # until then all is plain: memory may peak before the end
+
+    def fits(context: int) -> bool:
+        points = {context, min(context, late)} - {0}
+        return all(_needed(layers, made, point) <= room for point in points)
+
+    if fits(UNLIMITED):
+        return UNLIMITED
+    low, high = 0, UNLIMITED
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _needed(layers: list[_Layer], made: Outline, context: int) -> int:
+    return sum(_by_type(layers, made, context)[0].values()) + _workspace(layers, made, context)
+
+
+def parse_memory(text: int | str) -> int:
+    """``"80GiB"``, ``"24 GB"`` or a number of bytes -> bytes.
+
+    Raises:
+        ValueError: no number, or an unknown unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise ValueError(f"memory {text!r}: write bytes, or a number with a unit such as 80GiB or 24GB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "?"
+    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[u.upper()]), "B")
+    return f"{count} B" if unit == "B" else f"{count / UNITS[unit.upper()]:.2f} {unit}"
