@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from eval import quality
+from eval import quality, run, tasks
 
-COMMANDS = {"quality": quality}
+COMMANDS = {"quality": quality, "tasks": tasks, "run": run}
 
 
 def main(argv: list[str] | None = None) -> None:
