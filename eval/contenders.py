@@ -66,10 +66,8 @@ def is_ours(spec: str) -> bool:
 
 def should_compress(spec: str) -> bool:
     """Whether the name promises fewer bytes than the baseline holds."""
-    plain = {"full", "all", "device", "cpu"}
-    return spec not in (BASELINE, ZEROED) and not all(
-        part in plain or part.startswith("disk") for part in spec.split("+")
-    )
+    plain = {BASELINE, ZEROED, "full", "all", "device", "cpu"}
+    return not all(part in plain or part.startswith("disk") for part in spec.split("+"))
 
 
 def use_attention(model: Any, spec: str, implementation: str) -> None:

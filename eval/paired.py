@@ -1,13 +1,13 @@
 """Is that a difference, or noise?
 
-Two caches answer the same items, so their scores are compared item by item: most of the noise, which is in the choice of
-items, cancels. Of n paired differences d,
+Two caches answer the same items, so their scores are compared item by item: most of the noise, which is in the choice
+of items, cancels. Of n paired differences d,
 
     difference = mean(d)        standard error = sd(d) / sqrt(n)
 
-The sign test asks how likely the observed split is if neither cache were better: of the w + l items on which they differ,
-w would then be a toss of fair coins. Its p is exact, two-sided, and needs no assumption about the scores. Where many
-comparisons stand in one table some p are small by luck: `holm` raises them to what they are worth together.
+The sign test asks how likely the observed split is if neither cache were better: of the w + l items on which they
+differ, w would then be a toss of fair coins. Its p is exact, two-sided, and needs no assumption about the scores. Where
+many comparisons stand in one table some p are small by luck: `holm` raises them to what they are worth together.
 """
 
 from __future__ import annotations

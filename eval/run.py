@@ -2,11 +2,11 @@
 
     python -m eval run --config eval/configs/answers.yaml --data FOLDER --limit 50
 
-A YAML file names models, caches and tasks; every combination is a cell, and a cell is one JSON line in `out`. A run that is
-started again skips the cells it finds. Answers are scored through the cache (`hf_kvcache/likelihood.py`), item by item the
-same for every cache, so that each is compared with the stock full-precision cache (`dynamic`, always there) in pairs:
-difference, its standard error, and a sign test (`paired.py`). A cell whose cache promised fewer bytes and holds as many is
-refused: no compression happened, so its score would say nothing.
+A YAML file names models, caches and tasks; every combination is a cell, and a cell is one JSON line in `out`. A run
+that is started again skips the cells it finds. Answers are scored through the cache (`hf_kvcache/likelihood.py`), the
+same items for every cache, so that each is compared with the stock full-precision cache (`dynamic`, always there) in
+pairs: difference, its standard error, and a sign test (`paired.py`). A cell whose cache promised fewer bytes and holds
+as many is refused: no compression happened, so its score would say nothing.
 
     models: [smollm2]                              # hub names, folders, or embedded ones
     specs: [full, int8, "sink(4,60)"]              # names of eval/contenders.py
@@ -47,7 +47,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Answers(NamedTuple):
-    """What became of the items of a task: a score and the right answer's log-probability for each, and what was stored."""
+    """Per item a score and the log-probability of the right answer; and what was stored for them."""
 
     right: list[float]
     logprob: list[float]
@@ -263,7 +263,7 @@ def metrics(kind: str, spec: str, answers: Answers, baseline: dict[str, Any] | N
     """Answers as the numbers of a record; `baseline` is the record of the stock cache, None for itself."""
     accuracy, error = mean_se(answers.right)
     per_token = answers.nbytes / max(answers.tokens, 1)
-    found = {
+    found: dict[str, Any] = {
         "accuracy": accuracy,
         "accuracy_se": error,
         "right": answers.right,

@@ -10,13 +10,13 @@ Nothing here needs a hub. Tasks of the first kind read JSON Lines from a folder 
 | `arc_easy`, `piqa` | `arc_easy.jsonl`, `piqa.jsonl` | query, choices, gold | the right choice is the likeliest |
 | `gsm8k` | `gsm8k.jsonl` | context, chain_of_thought, answer | the last number that is generated |
 
-Tasks of the second kind are generated, the same items for the same seed and tokenizer. Their answers stand in the context,
-so that only a cache that kept them can tell:
+Tasks of the second kind are generated, the same items for the same seed and tokenizer. Their answers stand in the
+context, so that only a cache that kept them can tell:
 
 | task | the question | right is | chance |
 |---|---|---|---|
-| `kv` | the value of one key of a JSON object (Liu et al., arXiv:2307.03172) | the likeliest of ten values | 0.1 |
-| `tracking` | what a variable is at the end of a chain of assignments (RULER, arXiv:2404.06654) | the likeliest of five | 0.2 |
+| `kv` | the value of one key of a JSON object (arXiv:2307.03172) | the likeliest of ten values | 0.1 |
+| `tracking` | a variable at the end of a chain of assignments (arXiv:2404.06654) | the likeliest of five | 0.2 |
 | `copy` | the same random words again | share of tokens that are the likeliest | 0 |
 """
 
@@ -81,11 +81,9 @@ def choices(lines: list[dict[str, Any]]) -> list[Item]:
 
 def gsm8k(lines: list[dict[str, Any]]) -> list[Item]:
     """Word problems after a few worked ones; the answer is a number."""
-    shots = [f"Question: {x['context']}\nAnswer: {x['chain_of_thought']} #### {x['answer']}" for x in lines[:SHOTS]]
-    return [
-        Item("\n\n".join([*shots, f"Question: {line['context']}\nAnswer:"]), (line["answer"],))
-        for line in lines[SHOTS:]
-    ]
+    shots = [f"Question: {x['context']}\nAnswer: {x['chain_of_thought']} #### {x['answer']}\n\n" for x in lines[:SHOTS]]
+    start = "".join(shots)
+    return [Item(f"{start}Question: {line['context']}\nAnswer:", (line["answer"],)) for line in lines[SHOTS:]]
 
 
 # ---- generated tasks ---------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ context c goes in first, all but its last token; then, in steps of a few tokens,
     fed      c_n  a_1  a_2  ...  a_(m-1)
     scored   a_1  a_2  a_3  ...  a_m
 
-and every token of the answer a is predicted from what the cache stored. Answers to one question share its context: it is
-fed once, and the cache is forked for them. Every group of requests starts with a fresh cache.
+and every token of the answer a is predicted from what the cache stored. Answers to one question share its context: it
+is fed once, and the cache is forked for them. Every group of requests starts with a fresh cache.
 
-Rows of a batch are padded on the left where the cache stores a token alone, whatever stands before it (``full`` and 8 bits,
-``retention="all"``). For the other caches a pad is not nothing: there, a batch holds contexts of one length.
+Rows of a batch are padded on the left where the cache stores a token alone, whatever stands before it (``full`` and 8
+bits, ``retention="all"``). For the other caches a pad is not nothing: there, a batch holds contexts of one length.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Reader:
     def forward(
         self, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None, positions: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        """Logits [B, S, V] of tokens [B, S]; ``mask`` [B, past + S] and ``positions`` [B, S] only where there are pads."""
+        """Logits [B, S, V] of tokens [B, S]; where there are pads, ``mask`` [B, past + S] and ``positions`` [B, S]."""
         if mask is not None:
             options["attention_mask"] = mask
             if self.takes_positions:
@@ -200,11 +200,8 @@ class Reader:
                     pieces[index].append(self._compare(own, requests[index].continuation[done : done + size]))
             done += size
             slots, wanted = list(range(len(rows))), [i for i, row in enumerate(rows) if len(row.fed) > done]
-            for row in rows:
-                if len(row.fed) <= done:
-                    yield from (
-                        (index, Scored(*map(torch.cat, zip(*pieces[index], strict=True)))) for index in row.asks
-                    )
+            for index in [index for row in rows if len(row.fed) <= done for index in row.asks]:
+                yield index, Scored(*map(torch.cat, zip(*pieces[index], strict=True)))
             rows = [rows[i] for i in wanted]
 
     def _compare(self, logits: torch.Tensor, targets: Tokens) -> Scored:

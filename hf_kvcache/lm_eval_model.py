@@ -2,11 +2,11 @@
 
     lm_eval --model hf-kvcache --model_args "pretrained=...,cache=int8+sink(4,1020),step=1" --tasks ...
 
-lm-eval finds this model through the entry point ``lm_eval.models`` (in its releases after 0.4.13). For 0.4.13, which does
-not look for entry points, ``lm_eval_kvcache`` is the same command with this module imported first.
+lm-eval finds this model through the entry point ``lm_eval.models`` (in its releases after 0.4.13). For 0.4.13, which
+does not look for entry points, ``lm_eval_kvcache`` is the same command with this module imported first.
 
-Stock ``hf`` scores a request in one forward that reads no cache at all. Here log-likelihood and rolling tasks are scored as
-``likelihood.py`` says, and generation tasks give ``generate`` a fresh cache per batch.
+Stock ``hf`` scores a request in one forward that reads no cache at all. Here log-likelihood and rolling tasks are scored
+as ``likelihood.py`` says, and generation tasks give ``generate`` a fresh cache per batch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class KVCacheLM(HFLM):
     """lm-eval's ``hf`` model, reading through a cache.
 
     Args:
-        pretrained: as for ``hf``, and so is every argument that is not named here (``attn_implementation=kvcache`` makes
-            attention read the stored form).
+        pretrained: as for ``hf``, and so is every argument that is not named here; with
+            ``attn_implementation=kvcache`` attention reads the stored form.
         cache: the spec of the cache, such as ``int8+sink(4,1020)``.
         step: tokens of an answer fed at a time.
 

@@ -155,8 +155,7 @@ def test_local_tasks_give_the_metrics_of_hf(parts, stock, ours, tmp_path, monkey
     files = {
         "lambada_openai.jsonl": [{"context": f"We saw {n} birds and", "continuation": "then"} for n in range(6)],
         "arc_easy.jsonl": [
-            {"query": f"Question: What is {n}?", "choices": ["one", "two thirds", "no"], "gold": n % 3}
-            for n in range(6)
+            {"query": f"Question: {n}?", "choices": ["one", "two thirds", "no"], "gold": n % 3} for n in range(6)
         ],
         "gsm8k.jsonl": [{"context": f"What is {n}?", "chain_of_thought": "So", "answer": f"{n}"} for n in range(6)],
     }
@@ -166,7 +165,7 @@ def test_local_tasks_give_the_metrics_of_hf(parts, stock, ours, tmp_path, monkey
     tasks = TaskManager(include_path=str(ROOT / "eval" / "lm_eval_tasks"), include_defaults=False)
     for name in ("local_lambada", "local_arc_easy", "local_gsm8k"):
         options = {"tasks": [name], "task_manager": tasks, "bootstrap_iters": 0}
-        options |= {"gen_kwargs": "max_gen_toks=4"} if "gsm" in name else {}
+        options |= {"gen_kwargs": "max_gen_toks=4", "limit": 2} if "gsm" in name else {}
         expected = lm_eval.simple_evaluate(model=stock, **options)["results"][name]
         found = lm_eval.simple_evaluate(model=ours(batch_size=4), **options)["results"][name]
         numbers = [key for key, value in expected.items() if isinstance(value, float)]

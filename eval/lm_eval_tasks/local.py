@@ -1,4 +1,4 @@
-"""The files of a local data folder (`$HF_KVCACHE_DATA`) as data sets of lm-eval; see `eval/tasks.py` for their forms."""
+"""The files of a local data folder (`$HF_KVCACHE_DATA`) as data sets of lm-eval; `eval/tasks.py` says their forms."""
 
 from __future__ import annotations
 
