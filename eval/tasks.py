@@ -49,7 +49,7 @@ class Made(NamedTuple):
     """What a generated task is made from."""
 
     tokenizer: Any
-    count: int
+    items: int
     length: int  # tokens of a context, at most
     seed: int
 
@@ -95,7 +95,7 @@ def kv(made: Made) -> list[Item]:
     def item(draw: random.Random, pairs: int, index: int) -> Item:
         words = [f"{draw.randrange(16**8):08x}" for _ in range(2 * pairs)]
         keys, values = words[:pairs], words[pairs:]
-        asked = index * (pairs - 1) // max(made.count - 1, 1)
+        asked = index * (pairs - 1) // max(made.items - 1, 1)
         others = draw.sample([value for value in values if value != values[asked]], KEYS - 1)
         lines = ",\n".join(f'"{key}": "{value}"' for key, value in zip(keys, values, strict=True))
         context = f'A JSON object:\n{{{lines}}}\n\nThe value of "{keys[asked]}" in this object is "'
@@ -151,7 +151,7 @@ def _fill(made: Made, item: Callable[[random.Random, int, int], Item], least: in
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if tokens(middle) <= made.length else (low, middle)
-    return [item(random.Random(f"{made.seed} {index}"), low, index) for index in range(made.count)]
+    return [item(random.Random(f"{made.seed} {index}"), low, index) for index in range(made.items)]
 
 
 def _scatter(lines: list[str], filler: list[str], draw: random.Random) -> list[str]:
@@ -214,7 +214,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def load(name: str, folder: Path | None, made: Made) -> list[Item]:
-    """The first `made.count` items of a task (0: all that a file has)."""
+    """The first `made.items` items of a task (0: all that a file has)."""
     reason = why_not(name, folder)
     if reason:
         raise ValueError(f"task {name!r} cannot run here: {reason}")
@@ -226,7 +226,7 @@ def load(name: str, folder: Path | None, made: Made) -> list[Item]:
         items = found.make(read_lines(folder / found.file))
     except KeyError as error:
         raise ValueError(f"{found.file} has a line without {error}, which task {name!r} reads") from error
-    return items[: made.count] if made.count else items
+    return items[: made.items] if made.items else items
 
 
 def digest(items: list[Item]) -> str:

@@ -5,8 +5,8 @@
 lm-eval finds this model through the entry point ``lm_eval.models`` (in its releases after 0.4.13). For 0.4.13, which
 does not look for entry points, ``lm_eval_kvcache`` is the same command with this module imported first.
 
-Stock ``hf`` scores a request in one forward that reads no cache at all. Here log-likelihood and rolling tasks are scored
-as ``likelihood.py`` says, and generation tasks give ``generate`` a fresh cache per batch.
+Stock ``hf`` scores a request in one forward that reads no cache at all. Here log-likelihood and rolling tasks are
+scored as ``likelihood.py`` says, and generation tasks give ``generate`` a fresh cache per batch.
 """
 
 from __future__ import annotations
