@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from eval import quality, run, tasks
+from eval import quality, report, run, tasks
 
-COMMANDS = {"quality": quality, "tasks": tasks, "run": run}
+COMMANDS = {"quality": quality, "tasks": tasks, "run": run, "report": report}
 
 
 def main(argv: list[str] | None = None) -> None:
