@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from eval import doctor, quality, retrieval, streaming
+from eval import doctor, quality, report, retrieval, run, streaming, tasks
 
-COMMANDS: dict[str, Any] = {"quality": quality, "retrieval": retrieval, "streaming": streaming, "doctor": doctor}
+COMMANDS: dict[str, Any] = {
+    "quality": quality,
+    "retrieval": retrieval,
+    "streaming": streaming,
+    "doctor": doctor,
+    "tasks": tasks,
+    "run": run,
+    "report": report,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 | name | cache |
 |---|---|
 | `dynamic` | stock `DynamicCache`, the baseline of every table |
+| `zeroed` | `DynamicCache` with zeros handed to attention: what a score is worth that reads no cache |
 | `stock:fp8`, `stock:hqq8`, `stock:quanto4`, ... | stock `QuantizedCache`: backend, then bits |
 | anything else | a spec of `hf_kvcache`: `full`, `int8`, `sink(4,508)`, `int8+sink(4,508)`, ... |
 
@@ -20,6 +21,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 BASELINE = "dynamic"
+ZEROED = "zeroed"
 # backend -> (module it imports, what to install, its advised quantization axis, the bits it takes)
 BACKENDS: dict[str, tuple[str, str, int, tuple[int, ...]]] = {
     "hqq": ("hqq", "hqq", 1, (1, 2, 3, 4, 8)),
@@ -31,6 +33,8 @@ def make_cache(spec: str, config: Any) -> Any:
     """A fresh cache for that name."""
     if spec == BASELINE:
         return DynamicCache(config=config)
+    if spec == ZEROED:
+        return zeroed(DynamicCache(config=config))
     if spec.startswith("stock:"):
         return _stock(spec, config)
     from hf_kvcache import KVCache
@@ -58,13 +62,13 @@ def available(specs: list[str], config: Any) -> list[str]:
 
 def is_ours(spec: str) -> bool:
     """Whether the name is a spec of hf_kvcache, and so can be read in its stored form."""
-    return spec != BASELINE and not spec.startswith("stock:")
+    return spec not in (BASELINE, ZEROED) and not spec.startswith("stock:")
 
 
 def should_compress(spec: str) -> bool:
     """Whether the name promises fewer bytes than the baseline holds."""
-    plain = {"full", "all", "device", "cpu"}
-    return spec != BASELINE and not all(part in plain or part.startswith("disk") for part in spec.split("+"))
+    plain = {BASELINE, ZEROED, "full", "all", "device", "cpu"}
+    return not all(part in plain or part.startswith("disk") for part in spec.split("+"))
 
 
 # Retentions that choose tokens by importance, and what of their options `random` shares with them.
@@ -180,11 +184,11 @@ def tokens_kept(cache: Any) -> int:
 
 def zeroed(cache: Any) -> Any:
     """The same cache, except that attention is handed zeros: what a broken cache would look like."""
-    update = cache.update
+    kind = type(cache)
 
-    def zeros(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = update(*args, **kwargs)
+    def update(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = kind.update(self, *args, **kwargs)
         return torch.zeros_like(keys), torch.zeros_like(values)
 
-    cache.update = zeros
+    cache.__class__ = type(f"Zeroed{kind.__name__}", (kind,), {"update": update})  # so that copies are zeroed, too
     return cache

@@ -261,6 +261,11 @@ class KVCache(compat.Cache):
         super().crop(tokens_to_remove)
         self._last_position = max(self._last_position + tokens_to_remove, 0)
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the rows ``indices`` (integers or a bool mask)."""
+        super().batch_select_indices(indices)
+        self._last_position = 0  # it may have been that of a row which is gone
+
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
         super().reset()

@@ -1,0 +1,161 @@
+"""The pictures of a report, each from records alone.
+
+Every function draws one figure. Figures are narrow enough to be read on a phone; a cache has the same colour in all of
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eval.contenders import BASELINE
+from eval.findings import Answer, Findings
+from eval.records import Record
+
+FLOOR = 1e-8  # a KL divergence below this is rounding; a logarithm needs something
+WIDTH = 5.2  # inches
+
+
+def draw(found: Findings) -> dict[str, Any]:
+    """Figures by name, those for which there are records."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+    except ImportError as error:
+        raise ValueError("a report needs the package matplotlib; pip install matplotlib") from error
+    specs = [row.spec for row in found.rows]
+    palette = matplotlib.colormaps["tab20"]  # ten strong colours at even places, their pale twins at odd ones
+    colours = {spec: palette((2 * i) % 20 + (2 * i) // 20 % 2) for i, spec in enumerate([*specs, "fresh"])}
+    figures = {}
+    if found.quality:
+        figures["frontier"] = frontier(found.quality, colours)
+    if [answer for answer in found.answers if answer.spec != BASELINE]:
+        figures["answers"] = answers(found.answers, colours)
+    if found.speed:
+        figures["step_time"] = step_time(found.speed, colours)
+    if found.retrieval:
+        figures["retrieval"] = retrieval(found.retrieval)
+    if found.streaming:
+        figures["streaming"] = streaming(found.streaming, colours)
+    return figures
+
+
+def _figure(height: float = 3.9, width: float = WIDTH, **options: Any) -> Any:
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 10}):
+        return pyplot.subplots(figsize=(width, height), layout="constrained", **options)
+
+
+def on_frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The (bytes, KL) points that no other beats in both, by bytes."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def frontier(records: list[Record], colours: dict[str, Any]) -> Any:
+    """Mean KL divergence against stored bytes, and the line of the best trades."""
+    figure, axes = _figure()
+    points = {r["spec"]: (r["metrics"]["bytes_ratio"], max(r["metrics"]["kl_mean"], FLOOR)) for r in records}
+    axes.step(*zip(*on_frontier(list(points.values())), strict=True), where="post", color="0.75", zorder=1)
+    side = {spec: i % 2 for i, spec in enumerate(sorted(points, key=lambda spec: points[spec]))}
+    for spec, (x, y) in points.items():
+        axes.scatter(x, y, color=colours.get(spec), zorder=2)
+        place = {"xytext": (5, 4), "ha": "left"} if side[spec] or x < 0.35 else {"xytext": (-5, 5), "ha": "right"}
+        axes.annotate(spec, (x, y), textcoords="offset points", fontsize=8, **place)
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.12 * max(x for x, _ in points.values()))
+    axes.set_xlabel("stored bytes, as a share of the stock cache's")
+    axes.set_ylabel("mean KL divergence (nats a token)")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def answers(found: list[Answer], colours: dict[str, Any]) -> Any:
+    """Differences in right answers with 95 % intervals, a panel for each task."""
+    shown = [answer for answer in found if answer.spec != BASELINE and answer.verdict != "control"]
+    tasks = list(dict.fromkeys(answer.task for answer in shown))
+    specs = list(dict.fromkeys(answer.spec for answer in shown))
+    figure, panels = _figure(0.7 + len(tasks) * (0.5 + 0.24 * len(specs)), nrows=len(tasks), sharex=True, squeeze=False)
+    for axes, task in zip(panels[:, 0], tasks, strict=True):
+        for answer in shown:
+            if answer.task == task:
+                x, error = 100 * answer.difference, 196 * answer.difference_se
+                axes.errorbar(
+                    x, specs.index(answer.spec), xerr=error, marker="o", capsize=3, color=colours.get(answer.spec)
+                )
+        axes.axvline(0, color="0.5", linewidth=1)
+        axes.set_yticks(range(len(specs)), specs, fontsize=8)
+        axes.set_ylim(len(specs) - 0.5, -0.5)
+        axes.set_title(task, fontsize=9, loc="left")
+        axes.grid(alpha=0.3, axis="x")
+    panels[-1, 0].set_xlabel("right answers, points against the stock cache (95 %)")
+    return figure
+
+
+def step_time(records: list[Record], colours: dict[str, Any]) -> Any:
+    """Median time of a decode step against context, with the 10th to 90th percentile."""
+    figure, axes = _figure()
+    for spec in dict.fromkeys(record["spec"] for record in records):
+        mine = sorted((r for r in records if r["spec"] == spec), key=lambda r: r["settings"]["context"])
+        x = [r["settings"]["context"] for r in mine]
+        low, y, high = ([r["metrics"][key] for r in mine] for key in ("step_ms_p10", "step_ms", "step_ms_p90"))
+        axes.plot(x, y, marker="o", label=spec, color=colours.get(spec))
+        axes.fill_between(x, low, high, alpha=0.12, color=colours.get(spec))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("decode step (ms)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def retrieval(records: list[Record]) -> Any:
+    """Heat maps of accuracy by depth and length, one for each cache."""
+    specs = list(dict.fromkeys(record["spec"] for record in records))
+    lengths = sorted({record["settings"]["length"] for record in records})
+    depths = sorted({record["settings"]["depth"] for record in records})
+    cells = {(r["spec"], r["settings"]["depth"], r["settings"]["length"]): r["metrics"]["accuracy"] for r in records}
+    lines = -(-len(specs) // 2)
+    figure, panels = _figure(0.4 + lines * (0.75 + 0.28 * len(depths)), nrows=lines, ncols=2, squeeze=False)
+    for axes in panels.flat[len(specs) :]:
+        axes.set_axis_off()
+    for axes, spec in zip(panels.flat, specs, strict=False):
+        grid = [[cells.get((spec, depth, length), float("nan")) for length in lengths] for depth in depths]
+        axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
+        axes.set_title(spec, fontsize=9)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+        for i, line in enumerate(grid):
+            for j, value in enumerate(line):
+                if value == value:
+                    dark = not 0.2 < value < 0.85
+                    axes.text(
+                        j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+                    )
+    figure.supxlabel("tokens of context", fontsize=9)
+    figure.supylabel("depth of the answer (0 %: start)", fontsize=9)
+    return figure
+
+
+def streaming(records: list[Record], colours: dict[str, Any]) -> Any:
+    """Perplexity of consecutive buckets of one text."""
+    figure, axes = _figure()
+    bucket = records[-1]["settings"]["bucket"]
+    for record in records:
+        y, spec = record["metrics"]["perplexity"], record["spec"]
+        style = "--" if spec == "fresh" else "-"
+        axes.plot([bucket * (i + 1) for i in range(len(y))], y, style, marker="o", label=spec, color=colours.get(spec))
+    trained = records[-1]["metrics"].get("trained_length")
+    if trained and trained < records[-1]["settings"]["tokens"]:
+        axes.axvline(trained, color="0.5", linestyle=":", label="trained length")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the stream")
+    axes.set_ylabel(f"perplexity of {bucket:,} tokens")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    return figure
