@@ -31,7 +31,7 @@ import torch
 from . import compat
 from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS
-from .layers import KVLayer
+from .layers import Held, KVLayer
 from .masked import ASK_FOR_OURS, watched
 from .policies import Pool
 from .retention import Importance
@@ -452,6 +452,17 @@ class EvictionLayer(KVLayer):
     @property
     def quantized(self) -> int:
         return 0 if self.storage.lossless or not slots_used(self.kept_slots) else self.kept_slots.tokens
+
+    def held_at(self, seen: int) -> list[Held]:
+        """What the layer holds after one prompt of ``seen`` tokens; beside each token its number and score."""
+        storage, full = self.storage, CODECS["full"]
+        kept = self.retention.tokens(self.budget, seen)
+        if not self.two:
+            return [Held(storage.key_codec, storage.value_codec, kept, beside=8)]
+        sealed = 0 if seen <= storage.quantize_after else max(kept - storage.sinks - storage.residual, 0)
+        sealed = sealed // storage.group * storage.group
+        parts = [Held(storage.key_codec, storage.value_codec, sealed, beside=4), Held(full, full, kept - sealed, beside=8)]
+        return [part for part in parts if part.tokens]
 
     @property
     def positions(self) -> torch.Tensor | None:
