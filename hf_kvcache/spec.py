@@ -17,6 +17,7 @@ from .lowbit import GroupedCodec
 from .retention import OPTIONS, Retention, make_retention
 
 PLACEMENTS = ("device",)
+FLAGS = ("pyramid", "adaptive", "reposition")  # options that may be given by their name alone
 STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
 PART = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
@@ -159,11 +160,12 @@ def retention(part: str | Retention) -> Retention:
     if name not in OPTIONS:
         raise ValueError(f"unknown retention {name!r}: known are {', '.join(OPTIONS)}")
     known = OPTIONS[name]
-    flags = [arg for arg in args if arg in ("pyramid", "adaptive", "reposition") and arg in known]
+    flags = [arg for arg in args if arg in FLAGS and arg in known]
     args = [arg for arg in args if arg not in flags]
     options |= dict.fromkeys(flags, True)
+    by_place = [key for key in known if key not in FLAGS]
     unknown = [key for key in options if key not in known]
-    if unknown or len(args) + len(options) > len(known) or any(key in options for key in known[: len(args)]):
+    if unknown or len(args) > len(by_place) or any(key in options for key in by_place[: len(args)]):
         given = ", ".join([*map(str, args), *(f"{k}={v}" for k, v in options.items())])
         raise ValueError(f"retention {name!r} cannot take ({given}): known options are {', '.join(known) or 'none'}")
     return make_retention(name, *args, **options)
