@@ -29,7 +29,7 @@ import torch
 from . import compat
 from .codecs import Codec
 from .masked import FED_TWICE, PADDED, MaskedStates, Visible
-from .store import narrow
+from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
 BLOCK = 1 << 20  # float32 values that codes are cast to at a time: 4 MiB
@@ -60,6 +60,13 @@ class Part(NamedTuple):
         keys, values = narrow(self.keys, start // k, stop // k), narrow(self.values, start // v, stop // v)
         return Part(self.key_codec, keys, self.value_codec, values)
 
+    def expand(self, batch: int) -> Part:
+        """One row that stands for all of a batch, as a view of them all; anything else as it is."""
+        if self.keys[0].shape[0] != 1 or batch == 1:
+            return self
+        keys, values = (map_state(s, lambda t: t.expand(batch, *t.shape[1:])) for s in (self.keys, self.values))
+        return Part(self.key_codec, keys, self.value_codec, values)
+
 
 class History(NamedTuple):
     """What one ``update`` returns, in stored form: the parts, and which of their keys each query may attend to."""
@@ -69,6 +76,7 @@ class History(NamedTuple):
     evicts: bool
     key_dtype: torch.dtype
     value_dtype: torch.dtype
+    batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
@@ -80,6 +88,7 @@ class History(NamedTuple):
             pieces = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
         else:
             pieces = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
+        pieces = [repeat_rows(piece, self.batch or piece.shape[0]) for piece in pieces]
         return self.masked(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2), side)
 
     def masked(self, states: torch.Tensor, side: int) -> torch.Tensor:
@@ -107,7 +116,8 @@ class Stored:
         part = self.history.parts[0]
         state = part.keys if self._side == 0 else part.values
         n = sum(part.tokens for part in self.history.parts)
-        return torch.Size((*state[0].shape[:2], n, state[0].shape[-1]))
+        batch = self.history.batch or state[0].shape[0]
+        return torch.Size((batch, state[0].shape[1], n, state[0].shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,8 +165,9 @@ def attend(
         from . import triton_decode
 
         joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
-        if triton_decode.supports(query, parts, joined, softcap, s_aux):
-            return triton_decode.attend_triton(query, parts, scaling, joined, softcap, s_aux)
+        whole = [part.expand(query.shape[0]) for part in parts]
+        if triton_decode.supports(query, whole, joined, softcap, s_aux):
+            return triton_decode.attend_triton(query, whole, scaling, joined, softcap, s_aux)
     return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
 
 
@@ -172,7 +183,7 @@ def attend_reference(
 
     Args:
         query: [B, Hq, Q, Dk], any float dtype.
-        parts: tokens in any order; H divides Hq.
+        parts: tokens in any order; H divides Hq. A part may hold fewer rows than B, each for B / b rows in a row.
         mask: bool (True: may attend) or additive float, broadcastable to [B, Hq, Q, n]; ``None``: no mask.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         s_aux: [Hq] learned logits that take part in the softmax and have no value (gpt-oss).
@@ -180,9 +191,9 @@ def attend_reference(
     Returns:
         [B, Hq, Q, Dv] in the query's dtype; a query that may attend to nothing gets zeros.
     """
-    groups = query.shape[1] // parts[0].keys[0].shape[1]
-    keys = torch.cat([p.key_codec.decode(p.keys, torch.float32) for p in parts], 2)
-    values = torch.cat([p.value_codec.decode(p.values, torch.float32) for p in parts], 2)
+    batch, groups = query.shape[0], query.shape[1] // parts[0].keys[0].shape[1]
+    keys = torch.cat([repeat_rows(p.key_codec.decode(p.keys, torch.float32), batch) for p in parts], 2)
+    values = torch.cat([repeat_rows(p.value_codec.decode(p.values, torch.float32), batch) for p in parts], 2)
     scores = query.float() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -234,7 +245,7 @@ def _attend_rows(
     groups = query_heads // heads
     blocks = [block for part in parts for block in _blocks(part)]
     folded = (query.float() * scaling).reshape(batch, heads, groups * queries, width)  # [B, H, G*Q, Dk]
-    pieces = [block.key_codec.scores(folded, block.keys) for block in blocks]
+    pieces = [_per_row(block.key_codec.scores, folded, block.keys) for block in blocks]
     scores = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)  # [B, H, G*Q, n]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -264,11 +275,23 @@ def _attend_rows(
     out: torch.Tensor | None = None
     start = 0
     for block in blocks:
-        mixed = block.value_codec.mix(probs[..., start : start + block.tokens], block.values)
+        mixed = _per_row(block.value_codec.mix, probs[..., start : start + block.tokens], block.values)
         out = mixed if out is None else out.add_(mixed)
         start += block.tokens
     assert out is not None
     return out.view(batch, query_heads, queries, -1).to(query.dtype)
+
+
+def _per_row(fold: Callable[[torch.Tensor, Any], torch.Tensor], x: torch.Tensor, state: Any) -> torch.Tensor:
+    """``fold`` of x [B, H, M, *] with a state of b rows that stand for B: the rows that share one are more of its M.
+
+    So a prefix that many rows share is read and cast once, not once for each of them.
+    """
+    (batch, heads, rows, _), held = x.shape, state[0].shape[0]
+    if held == batch:
+        return fold(x, state)
+    shared = x.unflatten(0, (held, -1)).transpose(1, 2).flatten(2, 3)  # [b, H, B / b * M, *]
+    return fold(shared, state).unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _blocks(part: Part) -> list[Part]:

@@ -256,8 +256,13 @@ class KVCache(compat.Cache):
         self._start()
 
     def fork(self) -> KVCache:
-        """An independent copy that continues from here."""
-        return copy.deepcopy(self)
+        """A cache that continues from here on its own. Both share the stored tokens, which never change; ``nbytes`` of
+        each counts all that it reaches."""
+        new = copy.copy(self)
+        new.layers = [
+            layer.fork() if isinstance(layer, (KVLayer, WindowLayer)) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self.config)] = self.config  # the model's own config says which attention runs

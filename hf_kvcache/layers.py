@@ -20,7 +20,7 @@ from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
 from .retention import Retention
 from .spec import Storage
-from .store import Slab, concat, slot_tokens
+from .store import Slab, concat, slot_tokens, twin
 
 # Stock attention functions that read their keys through torch ops, where MaskedStates can apply its mask.
 MASKABLE = ("sdpa", "eager")
@@ -86,6 +86,17 @@ class Run:
 
     def part(self) -> Part:
         return Part(self.key_codec, self.keys.view(), self.value_codec, self.values.view())
+
+    def parts(self) -> list[Part]:
+        """``part`` in the pieces that it is stored in, without a copy; some may hold one row for several."""
+        pieces = zip(self.keys.views(), self.values.views(), strict=True)
+        return [Part(self.key_codec, keys, self.value_codec, values) for keys, values in pieces]
+
+    def fork(self) -> Run:
+        """Another run of the same tokens; see ``Slab.fork``."""
+        new = twin(self)
+        new.keys, new.values = self.keys.fork(), self.values.fork()
+        return new
 
     def last(self, tokens: int) -> Part:
         """The pinned tokens and the newest ``tokens`` others, in token order."""
@@ -243,15 +254,15 @@ class KVLayer(compat.CacheLayerMixin):
             self.tail.replace(plain.block(layout.seal, plain.tokens))
             raw = plain.block(plain.tokens - layout.raw, plain.tokens)
         self.seen += new
-        runs = (self.sinks.part() if layout.sinks else None, sealed, raw)
+        runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return History(parts, visible, self.retention.evicts, *self.dtypes)
+        return History(parts, visible, self.retention.evicts, *self.dtypes, batch=self.batch_size)
 
-    def _seal(self, plain: Part, layout: Layout) -> Part:
+    def _seal(self, plain: Part, layout: Layout) -> list[Part]:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
         if layout.seal == 1 and not layout.joins and self.sealed.fuses(plain):
             self.sealed.append_one(plain)
-            return self.sealed.part()
+            return self.sealed.parts()
         encoded = self.sealed.encode(plain.keys.values, plain.values.values)
         joined = None
         if layout.joins:
@@ -259,7 +270,7 @@ class KVLayer(compat.CacheLayerMixin):
             joined = encoded if past is None else join(past, encoded)
         if layout.seal or self.sealed.keys.state is None:
             self.sealed.append(encoded)
-        return self.sealed.part() if joined is None else joined
+        return self.sealed.parts() if joined is None else [joined]
 
     def _visible(self, layout: Layout, new: int, ordered: bool, positions_known: bool) -> Visible | None:
         """The mask of this call, where "all keys up to the query's own token" is not it."""
@@ -400,7 +411,9 @@ class KVLayer(compat.CacheLayerMixin):
         self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, next to each other."""
+        """Each row ``repeats`` times, next to each other; sealed tokens without a limit are shared, not copied."""
+        for slab in self.sealed.slabs if self.sealed.limit is None else ():
+            slab.freeze()
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -416,6 +429,16 @@ class KVLayer(compat.CacheLayerMixin):
                 for slab in run.slabs:
                     slab.select_rows(fn)
         self.batch_size = probe.shape[0]
+
+    def fork(self) -> KVLayer:
+        """A layer that continues from here on its own; both share what is stored and never changes."""
+        new = twin(self)
+        new.sealed = self.sealed.fork()
+        if self.apart:  # otherwise there are no sinks, ever: nothing to keep apart
+            new.sinks = self.sinks.fork()
+        if self.storage.has_tail:
+            new.tail = self.tail.fork()
+        return new
 
     def offload(self) -> None:
         """Placement is the cache's own business (see ``placement``)."""
@@ -487,6 +510,10 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
         if keys is not None and values is not None and keys.untyped_storage().nbytes() > 2 * keys.nbytes:
             self.keys, self.values = keys.clone(), values.clone()
         return out
+
+    def fork(self) -> WindowLayer:
+        """A layer that continues from here on its own; every update makes new tensors, so these can be shared."""
+        return twin(self)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""

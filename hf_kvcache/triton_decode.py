@@ -397,7 +397,8 @@ def supports(
     """Whether ``attend_triton`` takes these arguments; looks at no values, so the device is not waited for.
 
     It does not take a prefill (many queries), additive masks, heads wider than 256 or (in 8 bits) not a multiple
-    of 4, codecs that are not in ``FORMATS``, rotated values (rotated keys it does), and tensors on several devices.
+    of 4, codecs that are not in ``FORMATS``, rotated values (rotated keys it does), tensors on several devices, and
+    parts that hold fewer rows than the query.
     """
     _, query_heads, queries, width = query.shape
     heads = parts[0].keys[0].shape[1]
@@ -411,7 +412,8 @@ def supports(
     if s_aux is not None and (s_aux.device != query.device or s_aux.stride(0) != 1):
         return False
     return width <= MAX_WIDTH and all(
-        _readable(part.key_codec, part.keys, query.device)
+        part.keys[0].shape[0] == query.shape[0]
+        and _readable(part.key_codec, part.keys, query.device)
         and _readable(part.value_codec, part.values, query.device)
         and part.values[0].shape[3] < getattr(part.value_codec, "rotate_from", NEVER)
         for part in parts
