@@ -287,7 +287,7 @@ def _per_row(fold: Callable[[torch.Tensor, Any], torch.Tensor], x: torch.Tensor,
 
     So a prefix that many rows share is read and cast once, not once for each of them.
     """
-    (batch, heads, rows, _), held = x.shape, state[0].shape[0]
+    batch, rows, held = x.shape[0], x.shape[2], state[0].shape[0]
     if held == batch:
         return fold(x, state)
     shared = x.unflatten(0, (held, -1)).transpose(1, 2).flatten(2, 3)  # [b, H, B / b * M, *]

@@ -11,6 +11,7 @@ recurrent and empty layers keep their stock class, and a layer type that is none
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, snapshot
 from . import spec as specs
 from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
 from .masked import FED_TWICE, watched
@@ -231,7 +232,8 @@ class KVCache(compat.Cache):
         """Take back the last ``tokens`` tokens, exactly.
 
         Raises:
-            ValueError: negative, more than were seen, or tokens that would have to come back are evicted.
+            ValueError: negative, more than were seen, or what would have to come back is gone: evicted tokens, the
+                plain form of encoded ones (low bits), a recurrent state. The message says what is exact.
         """
         seen = self.get_seq_length()
         if not 0 <= tokens <= seen:
@@ -242,13 +244,31 @@ class KVCache(compat.Cache):
         """Remove the last ``-tokens_to_remove`` tokens, in all layers or (when one must refuse) in none.
 
         Raises:
-            ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
+            ValueError: a positive number, or as ``rollback``.
         """
-        for layer in self.layers:
-            if isinstance(layer, (KVLayer, WindowLayer)):
-                layer.check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self._last_position = max(self._last_position + tokens_to_remove, 0)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, (KVLayer, WindowLayer)):
+                layer.check_crop(tokens_to_remove)
+            elif tokens_to_remove and isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                if any(layer.is_recurrent_states_initialized.values()) or not layer.record_past:
+                    raise ValueError(
+                        f"crop({tokens_to_remove}): layer {index} keeps a recurrent state, which cannot go back; "
+                        "fork() the cache before the tokens that may be taken back"
+                    )
+
+    def can_rollback(self, tokens: int) -> bool:
+        """Whether ``rollback(tokens)`` would be exact now."""
+        try:
+            self.check_crop(-tokens)
+        except ValueError:
+            return False
+        return 0 <= tokens <= self.get_seq_length()
 
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
@@ -282,6 +302,41 @@ class KVCache(compat.Cache):
             raise ValueError(f"{len(states)} pairs of states for a model of {len(cache)} layers")
         for index, (keys, values) in enumerate(states):
             cache.update(keys, values, index)
+        return cache
+
+    def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:
+        """Write the cache to one safetensors file, at once or not at all, readable by the user alone.
+
+        Args:
+            path: the file; one that exists is replaced.
+            token_ids: the tokens that were fed, ``[n]`` or ``[B, n]``, to be kept with it.
+
+        Raises:
+            ValueError: ``path`` is a symbolic link, ``token_ids`` are not as many as were seen, or a layer holds
+                what such a file cannot.
+            OSError: the folder cannot be written to, or the disk is full; nothing is left behind.
+        """
+        self._raise_if_suspect()
+        snapshot.save(self, path, token_ids)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], config: Any, *, spec: str | None = None, device: Any = None) -> KVCache:
+        """The cache that ``save`` wrote, which continues with the same bits; its tokens stay in the mapped file.
+
+        Args:
+            config: ``model.config`` of the model that made the cache.
+            spec: refuse a file of another spec than this one.
+            device: where everything goes; without it, to the devices that it was saved from.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: a damaged or foreign file, another model, another spec, or devices that are not here. Nothing
+                of the file is used before all of it was checked.
+        """
+        read = snapshot.read(path)
+        snapshot.check(read, config, None if spec is None else KVCache.from_spec(config, spec).spec)
+        cache = KVCache.from_spec(config, read.metadata["spec"])
+        snapshot.restore(cache, read, device)
         return cache
 
     # -- accounting --------------------------------------------------------------------------------------------------

@@ -386,8 +386,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen = left
         self.sinks.truncate(left)
         self.tail.truncate(max(left - self.boundary(left), 0))
-        if not self.storage.has_tail:
-            self.sealed.truncate(max(left - self.apart, 0))
+        self.sealed.truncate(max(self.boundary(left) - self.apart, 0))
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -400,10 +399,17 @@ class KVLayer(compat.CacheLayerMixin):
                 f"crop({tokens_to_remove}): layer {self.index} has evicted {evicted} tokens, and a rollback would need "
                 "them back; fork() the cache before the tokens that may be taken back, or use retention 'all'"
             )
-        if self.storage.has_tail and self.boundary(left) != self.boundary(self.seen):
+        if self.boundary(left) not in (left, self.boundary(self.seen)):  # tokens would have to be plain again
+            exact = next(
+                n for n in range(self.seen + 1) if self.boundary(self.seen - n - 1) != self.boundary(self.seen)
+            )
+            whole = (
+                "" if self.storage.residual else f", or back to a multiple of {self.storage.group} after {self.apart}"
+            )
             raise ValueError(
-                f"crop({tokens_to_remove}): layer {self.index} has sealed tokens since, {len(self.tail)} are plain; "
-                "fork() the cache before the tokens that may be taken back, or use storage 'int8'"
+                f"crop({tokens_to_remove}): layer {self.index} holds only its last {len(self.tail)} tokens plain and "
+                f"has encoded those before; exact are up to {exact} tokens{whole}: fork() the cache before the tokens "
+                "that may be taken back, or use storage 'int8'"
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -15,15 +15,16 @@ is which.
     pinned = 2, limit = 6, after 9 tokens:     slot   0 1 2 3 4 5
                                                token  0 1 6 7 8 5
 
-Forks share rows. What a slab without a limit has written never changes, so ``fork`` declares it *frozen*: both slabs hold
-the same tensors from then on, and each writes later tokens to rows of its own.
+Forks share rows. What a slab without a limit has written never changes, so ``fork`` declares it *frozen*: both slabs
+hold the same tensors from then on, and each writes later tokens to rows of its own.
 
     original   [frozen 0 .. 4000) [own 4000 .. 4003)
     fork       [frozen 0 .. 4000) [own 4000 .. 4001)        the frozen tensors are the same ones
 
 Attention takes the pieces as they lie, so nobody joins them; ``freeze`` joins a piece with the one before it when that
-is not much longer, which keeps them few (their lengths fall by a factor of ``FOLD``). Frozen rows of the batch may stand
-for several rows each, next to each other: repeating a batch copies nothing. A ring is copied before its next write.
+is not much longer, which keeps them few (their lengths fall by a factor of ``FOLD``). Frozen rows of the batch may
+stand for several rows each, next to each other: repeating a batch copies nothing. A ring is copied before its next
+write.
 """
 
 from __future__ import annotations
@@ -247,6 +248,21 @@ class Slab:
             self.frozen = tuple(pick_rows(piece, rows, batch) for piece in self.frozen)
         self.state, self.shared = map_state(self.state, fn), False
 
+    def adopt(self, state: Any, empty: Any, appended: int) -> None:
+        """Hold tokens that lie elsewhere (a mapped file), without ever writing there.
+
+        Args:
+            state: the tokens in slot order.
+            empty: a state like it of no tokens, which this slab may keep.
+            appended: tokens ever written; a ring has forgotten some of them.
+        """
+        self.clear()
+        self.appended = appended
+        if self.limit is None:
+            self.frozen, self.state = (state,) if appended else (), empty
+        else:
+            self.state, self.shared, self.capacity = state, True, len(self)
+
     def fork(self) -> Slab:
         """A second slab of the same tokens. Both share what is written, and neither sees what the other does next."""
         self.freeze()
@@ -277,7 +293,7 @@ class Slab:
         if self.state is None:
             return parts
         for piece in (*self.frozen, narrow(self.state, 0, len(self) - self.base)):
-            for name, t in zip(piece._fields, piece, strict=True):  # type: ignore[attr-defined]
+            for name, t in zip(piece._fields, piece, strict=True):
                 parts["scales" if name in ("scale", "zero") else "payload"] += t.nbytes
                 parts["spare"] += t.untyped_storage().nbytes() - t.nbytes
         return parts
