@@ -7,6 +7,18 @@ model.generate(**inputs, past_key_values=cache)
 
 from .attention import register
 from .caches import CacheStats, KVCache, QuantizedCache, SinkWindowCache
+from .prefix import PrefixStore, StoreStats, content_hash, generate_with_prefix, rewind
 
-__all__ = ["CacheStats", "KVCache", "QuantizedCache", "SinkWindowCache", "register"]
+__all__ = [
+    "CacheStats",
+    "KVCache",
+    "PrefixStore",
+    "QuantizedCache",
+    "SinkWindowCache",
+    "StoreStats",
+    "content_hash",
+    "generate_with_prefix",
+    "register",
+    "rewind",
+]
 __version__ = "0.1.0"

@@ -344,7 +344,7 @@ class KVCache(compat.Cache):
     @property
     def nbytes(self) -> int:
         """Every byte this cache holds: the storages of all tensors reachable from it, each counted once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(self.layers)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(self.layers)}
         return sum(storages.values())
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -357,7 +357,7 @@ class KVCache(compat.Cache):
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
-                parts["window"] += sum(t.untyped_storage().nbytes() for t in _tensors(layer))
+                parts["window"] += sum(t.untyped_storage().nbytes() for t in tensors_of(layer))
                 continue
             for run in layer.runs:
                 for slab in run.slabs:
@@ -414,15 +414,15 @@ def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return options
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor reachable from a layer, but not through the model's config."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif hasattr(value, "__dict__") and not hasattr(value, "get_text_config"):
-        yield from _tensors(vars(value))
+        yield from tensors_of(vars(value))

@@ -301,8 +301,11 @@ def replacing(path: Path) -> Iterator[Any]:
         os.close(folder)
 
 
-def read(path: str | os.PathLike[str]) -> Snapshot:
+def read(path: str | os.PathLike[str], only: Sequence[str] | None = None) -> Snapshot:
     """Map a snapshot and check all of it: the format, the bounds of every tensor, every checksum.
+
+    Args:
+        only: names of the tensors that are wanted; the others are neither checked nor returned.
 
     Raises:
         FileNotFoundError: no such file.
@@ -326,6 +329,8 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     if metadata["version"] != VERSION:
         raise ValueError(f"{path} is of version {metadata['version']}, this library reads version {VERSION}")
     tensors = _tensors(path, data, 8 + size, entries)
+    if only is not None:
+        tensors = {name: t for name, t in tensors.items() if name in only}
     for name in tensors:
         start, end = (8 + size + offset for offset in entries[name]["data_offsets"])
         if zlib.crc32(memoryview(data)[start:end]) != sums[name]:
