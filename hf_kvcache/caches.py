@@ -238,7 +238,8 @@ class KVCache(compat.Cache):
         seen = self.get_seq_length()
         if not 0 <= tokens <= seen:
             raise ValueError(f"rollback({tokens}): the cache has seen {seen} tokens")
-        self.crop(-tokens)
+        if tokens:  # stock windows do not take crop(0)
+            self.crop(-tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, in all layers or (when one must refuse) in none.
@@ -269,6 +270,18 @@ class KVCache(compat.Cache):
         except ValueError:
             return False
         return 0 <= tokens <= self.get_seq_length()
+
+    def exact_rollback(self) -> int:
+        """How many tokens can be taken back exactly: any number up to this one."""
+        exact = self.get_seq_length()
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                exact = min(exact, layer.exact)
+            elif isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                exact = 0
+            elif isinstance(layer, WindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+                exact = 0
+        return exact
 
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""

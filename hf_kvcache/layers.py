@@ -400,17 +400,24 @@ class KVLayer(compat.CacheLayerMixin):
                 "them back; fork() the cache before the tokens that may be taken back, or use retention 'all'"
             )
         if self.boundary(left) not in (left, self.boundary(self.seen)):  # tokens would have to be plain again
-            exact = next(
-                n for n in range(self.seen + 1) if self.boundary(self.seen - n - 1) != self.boundary(self.seen)
-            )
-            whole = (
-                "" if self.storage.residual else f", or back to a multiple of {self.storage.group} after {self.apart}"
-            )
+            group = self.storage.group
+            whole = "" if self.storage.residual else f", or back to a multiple of {group} after {self.apart}"
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} holds only its last {len(self.tail)} tokens plain and "
-                f"has encoded those before; exact are up to {exact} tokens{whole}: fork() the cache before the tokens "
-                "that may be taken back, or use storage 'int8'"
+                f"has sealed those before; exact are up to {self.exact} tokens{whole}: fork() the cache before the "
+                "tokens that may be taken back, or use storage 'int8'"
             )
+
+    @property
+    def exact(self) -> int:
+        """How many tokens can be taken back exactly: any number up to this one."""
+        if self.kept != self.seen:
+            return 0
+        sealed = self.boundary(self.seen)
+        if not self.storage.has_tail or sealed <= self.apart:
+            return self.seen
+        lefts = range(self.seen - 1, -1, -1)
+        return next((n for n, left in enumerate(lefts) if self.boundary(left) not in (sealed, left)), self.seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""

@@ -129,6 +129,7 @@ class PrefixStore:
         self._lock = threading.RLock()
         self._memory: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._index: dict[bytes, set[Entry]] = {}
+        self._configs: dict[str, Any] = {}  # of the models whose caches were put
         self._storages: Counter[int] = Counter()  # how many caches in memory reach a storage
         self._held = 0  # bytes of these storages
         self._files: dict[str, Entry] = {}
@@ -165,10 +166,11 @@ class PrefixStore:
             raise ValueError(f"put: {len(ids)} token ids for a cache that has seen {seen} tokens")
         cache._raise_if_suspect()
         key = Key(snapshot.fingerprint(cache.config), cache.spec, *texts(namespace, extra))
-        entry = Entry(key, ids[:seen].clone(), exact_from(cache))
+        entry = Entry(key, ids[:seen].clone(), seen - cache.exact_rollback())
         entry.cache = cache.fork()
         with self._lock:
             self._counts["puts"] += 1
+            self._configs[key.model] = cache.config
             for old in self._covered(entry):
                 self._forget(old)
             self._enter(entry)
@@ -232,13 +234,15 @@ class PrefixStore:
     def _resolve(self, config: Any, spec: str | None, namespace: str, extra: str) -> tuple[Key | None, Any]:
         """The key that a prompt is looked up by, and the config; ``None`` where there is nothing to be found."""
         config, spec = config or self.config, spec or self.spec
-        with self._lock:
-            here = {entry.key[:2]: entry.cache for entry in self._memory}
-            files = {entry.key[:2] for entry in self._files.values()}
-        model = None if config is None else snapshot.fingerprint(config)
-        spec = canonical(config, here, spec)
         texts(namespace, extra)
-        fitting = {pair for pair in {*here, *files} if model in (None, pair[0]) and spec in (None, pair[1])}
+        with self._lock:
+            pairs = {entry.key[:2] for entry in (*self._memory, *self._files.values())}
+            known = dict(self._configs)
+        model = None if config is None else snapshot.fingerprint(config)
+        if model is not None:
+            self._configs[model] = config
+        spec = canonical(config or next(iter(known.values()), None), pairs, spec)
+        fitting = {pair for pair in pairs if model in (None, pair[0]) and spec in (None, pair[1])}
         if not fitting:
             return None, None
         if len(fitting) > 1:
@@ -247,10 +251,9 @@ class PrefixStore:
                 f"{', '.join(sorted({s for _, s in fitting}))}: pass config= and spec="
             )
         pair = fitting.pop()
-        cache = here.get(pair)
-        if config is None and cache is None:
-            raise ValueError("match: caches lie in the directory only: pass config=model.config to load them")
-        return Key(*pair, namespace, extra), cache.config if config is None and cache is not None else config
+        if config is None and pair[0] not in known:
+            raise ValueError("match: another process has written these caches: pass config=model.config to load them")
+        return Key(*pair, namespace, extra), config or known[pair[0]]
 
     def _serve(self, key: Key, config: Any, ids: torch.Tensor, most: int) -> tuple[KVCache | None, int]:
         """A fork of the best entry; one whose file turns out to be gone or damaged is forgotten, then the next best."""
@@ -630,14 +633,6 @@ def check_cache(cache: Any) -> int:
     return cache.get_seq_length()
 
 
-def exact_from(cache: KVCache) -> int:
-    """The shortest length to which, and to all between, a rollback is exact."""
-    seen = cache.get_seq_length()
-    if cache.can_rollback(seen):
-        return 0
-    return seen - next(n for n in range(seen) if not cache.can_rollback(n + 1))
-
-
 def rebind(cache: KVCache, config: Any) -> None:
     """Let a cache ask this model which attention runs, not the one that made it."""
     cache.config = config.get_text_config(decoder=True)
@@ -646,10 +641,9 @@ def rebind(cache: KVCache, config: Any) -> None:
             layer.config = cache.config
 
 
-def canonical(config: Any, here: dict[Any, Any], spec: str | None) -> str | None:
+def canonical(config: Any, pairs: set[tuple[str, str]], spec: str | None) -> str | None:
     """A spec as caches name themselves."""
-    config = config or next((cache.config for cache in here.values() if cache is not None), None)
-    if spec is None or config is None or spec in {pair[1] for pair in here}:
+    if spec is None or config is None or spec in {pair[1] for pair in pairs}:
         return spec
     return KVCache.from_spec(config, spec).spec
 

@@ -20,6 +20,7 @@ from models import build, feed, greedy, llama, llama_config, prompt
 from test_caches import gemma3_config, qwen3_next_config
 
 from hf_kvcache import KVCache, PrefixStore, content_hash, generate_with_prefix, prefix, rewind, snapshot
+from hf_kvcache.prefix import shared
 
 SPECS = ["full", "int8", "fp8", "int4(residual=16,group=8)", "sink(2,12)", "int8+sink(2,12)"]
 every_spec = pytest.mark.parametrize("spec", SPECS)
@@ -53,19 +54,19 @@ def store_of(model, *prompts, spec="int8", **options):
 @pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
 @every_spec
 def test_b47_answers_over_a_stored_prefix(spec, attention):
-    """Three questions over one document: tokens and stored bytes as with a cache that was built for each of them."""
+    """Questions over one document: tokens and stored bytes as with a cache that was built for each of them."""
     model, document = llama(attention), prompt(70)
     store = store_of(model, document, spec=spec)
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         ids = torch.cat([document, prompt(6, seed=seed)], 1)
         cache, matched = store.match(ids)
         assert matched == 70 and cache.get_seq_length() == 70 and same(cache, fed(model, document, spec))
         answer = greedy(model, ids, cache, 8)
         assert torch.equal(answer, greedy(model, ids, fed(model, document, spec), 8))
-    assert store.stats().hits == 3 and store.stats().tokens_reused == 210
+    assert store.stats().hits == 2 and store.stats().tokens_reused == 140
 
 
-@pytest.mark.parametrize("common", [1, 15, 16, 17, 40, 63])
+@pytest.mark.parametrize("common", [1, 16, 17, 63])
 @pytest.mark.parametrize("spec", ["full", "int8"])
 def test_the_longest_shared_prefix(spec, common):
     """Of several, to the token; what follows in the stored one is rolled back exactly."""
@@ -73,10 +74,11 @@ def test_the_longest_shared_prefix(spec, common):
     ids = torch.cat([prompt(common, seed=1), (prompt(64 - common, seed=2) + 1) % 97], 1)
     others = [torch.cat([ids[:, :n], (ids[:, n : n + 20] + 50) % 97], 1) for n in {1, common // 2 or 1, common}]
     cache, matched = store_of(model, *others, spec=spec).match(ids)
-    assert matched == common
-    direct = fed(model, ids[:, :common], spec)
+    assert matched == common == cache.get_seq_length()
+    direct = fed(model, next(other for other in others if shared(other[0], ids[0]) == common), spec)
+    direct.rollback(direct.get_seq_length() - common)
     rest = ids[:, common:]
-    assert torch.equal(feed(model, rest, cache), feed(model, rest, direct)) and same(cache, direct)
+    assert same(cache, direct) and torch.equal(feed(model, rest, cache), feed(model, rest, direct))
 
 
 @every_spec
@@ -94,7 +96,7 @@ def test_a_prompt_that_is_stored_whole_leaves_one_token(spec):
 
 
 def test_low_bits_serve_what_is_still_plain():
-    """Lengths from 40 on have the same sealed tokens as 45; below, the plain form of sealed ones would be needed."""
+    """Lengths from 44 on have the same sealed tokens as 45; below, the plain form of sealed ones would be needed."""
     model, spec = llama(), "int4(residual=16,group=8,sinks=4)"
     ids = prompt(45)
     assert KVCache.from_spec(model.config, spec).layers[0].boundary(45) == 28
@@ -103,7 +105,9 @@ def test_low_bits_serve_what_is_still_plain():
         cache, matched = store_of(model, ids, spec=spec).match(other)
         assert matched == (common if common >= 44 else 0), common
         if matched:
-            assert same(cache, fed(model, ids[:, :matched], spec))
+            direct = fed(model, ids, spec)
+            direct.rollback(45 - matched)
+            assert same(cache, direct) and direct.layers[0].boundary(matched) == 28
 
 
 def test_the_longest_exact_entry_wins_over_a_longer_one_that_is_not():
@@ -330,7 +334,9 @@ def test_a_store_survives_its_process(tmp_path):
         later.match(ids)
     more = torch.cat([ids[:, :30], prompt(9, seed=2)], 1)
     cache, matched = later.match(more, model.config)
-    assert matched == 30 and same(cache, fed(model, ids[:, :30]))
+    direct = fed(model, ids)
+    direct.rollback(10)
+    assert matched == 30 and same(cache, direct)
     assert later.match(ids)[1] == 39  # known from then on
     assert PrefixStore(PLENTY, tmp_path / "store", config=model.config, spec="int8").match(ids)[1] == 39
     assert PrefixStore(PLENTY, tmp_path / "store", config=model.config, spec="full").match(ids) == (None, 0)
@@ -452,7 +458,7 @@ from models import feed, llama, prompt
 from hf_kvcache import KVCache, PrefixStore
 model, me = llama(), int(sys.argv[1])
 store = PrefixStore(1, {path!r}, config=model.config, disk_bytes=60_000)
-for turn in range(40):
+for turn in range(25):
     ids = prompt(40, seed=turn % 7)
     cache, matched = store.match(ids, namespace=str(turn % 2), leave=0)
     direct = KVCache.from_spec(model.config, "int8")
@@ -488,7 +494,7 @@ def test_eight_threads_on_one_store(disk, tmp_path):
     direct = [fed(model, ids) for ids in prompts]
     expected = [content(cache) for cache in direct]
     store = PrefixStore(4 * direct[0].nbytes, tmp_path / "store" if disk else None, config=model.config)
-    wrong, until = [], time.monotonic() + 2
+    wrong, until = [], time.monotonic() + 1.5
 
     def work(me):
         draw = random.Random(me)
@@ -520,12 +526,11 @@ def test_eight_threads_on_one_store(disk, tmp_path):
 # -- the helpers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
-@every_spec
+@pytest.mark.parametrize("spec, attention", [("full", "sdpa"), *((spec, "kvcache") for spec in SPECS[1:])])
 def test_generate_with_prefix_equals_generate(spec, attention):
     model, system = llama(attention), prompt(40)
     store = PrefixStore(PLENTY)
-    for seed in (2, 3, 2):
+    for seed in (2, 3):
         ids = torch.cat([system, prompt(7, seed=seed)], 1)
         # The schedule of the helper, so that low bits round alike: all but the last token first.
         direct = fed(model, ids[:, :-1], spec)

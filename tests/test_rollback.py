@@ -34,7 +34,7 @@ def content(cache):
     return layer.keys, layer.values
 
 
-@pytest.mark.parametrize("seen", [1, 12, 19, 45])
+@pytest.mark.parametrize("seen", [1, 19, 45])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rollback_is_exact_or_refused_with_what_is(spec, seen):
     keys, values = states(60)
@@ -44,7 +44,7 @@ def test_every_rollback_is_exact_or_refused_with_what_is(spec, seen):
         one = copy.deepcopy(cache)
         assert one.can_rollback(tokens) == cache.can_rollback(tokens)
         if not one.can_rollback(tokens):
-            with pytest.raises(ValueError, match="evicted|encoded") as refusal:
+            with pytest.raises(ValueError, match="evicted|sealed") as refusal:
                 one.rollback(tokens)
             assert one.get_seq_length() == seen and torch.equal(content(one)[0], content(cache)[0])
             continue
