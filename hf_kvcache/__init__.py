@@ -8,6 +8,20 @@ model.generate(**inputs, past_key_values=cache)
 from .attention import register
 from .caches import CacheStats, EvictionCache, KVCache, QuantizedCache, SinkWindowCache
 from .planner import plan
+from .prefix import PrefixStore, StoreStats, content_hash, generate_with_prefix, rewind
 
-__all__ = ["CacheStats", "EvictionCache", "KVCache", "QuantizedCache", "SinkWindowCache", "plan", "register"]
+__all__ = [
+    "CacheStats",
+    "EvictionCache",
+    "KVCache",
+    "PrefixStore",
+    "QuantizedCache",
+    "SinkWindowCache",
+    "StoreStats",
+    "content_hash",
+    "generate_with_prefix",
+    "plan",
+    "register",
+    "rewind",
+]
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ import torch
 from . import compat
 from .codecs import Codec
 from .masked import FED_TWICE, PADDED, MaskedStates, Visible
-from .store import narrow
+from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
 BLOCK = 1 << 20  # float32 values that codes are cast to at a time: 4 MiB
@@ -65,6 +65,13 @@ class Part(NamedTuple):
         keys, values = narrow(self.keys, start // k, stop // k), narrow(self.values, start // v, stop // v)
         return Part(self.key_codec, keys, self.value_codec, values)
 
+    def expand(self, batch: int) -> Part:
+        """One row that stands for all of a batch, as a view of them all; anything else as it is."""
+        if self.keys[0].shape[0] != 1 or batch == 1:
+            return self
+        keys, values = (map_state(s, lambda t: t.expand(batch, *t.shape[1:])) for s in (self.keys, self.values))
+        return Part(self.key_codec, keys, self.value_codec, values)
+
 
 class Moved(NamedTuple):
     """The first slots are ``sinks``, which queries beyond ``edge`` see as if they stood at ``edge`` (``rope.py``)."""
@@ -90,6 +97,7 @@ class History(NamedTuple):
     value_dtype: torch.dtype
     moved: Moved | None = None
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
+    batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
@@ -101,6 +109,7 @@ class History(NamedTuple):
             pieces = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
         else:
             pieces = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
+        pieces = [repeat_rows(piece, self.batch or piece.shape[0]) for piece in pieces]
         return self.masked(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2), side)
 
     def masked(self, states: torch.Tensor, side: int) -> torch.Tensor:
@@ -128,7 +137,8 @@ class Stored:
         part = self.history.parts[0]
         state = part.keys if self._side == 0 else part.values
         n = sum(part.tokens for part in self.history.parts)
-        return torch.Size((*state[0].shape[:2], n, state[0].shape[-1]))
+        batch = self.history.batch or state[0].shape[0]
+        return torch.Size((batch, state[0].shape[1], n, state[0].shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,19 +185,22 @@ def attend(
 
     Same arguments, same result.
     """
-    if query.shape[2] <= SMALL and query.device.type == "cpu":
+    batch = query.shape[0]
+    if query.shape[2] > SMALL or any(type(part) is not Part for part in parts):
+        return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
+    whole = [part.expand(batch) for part in parts]
+    joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
+    if query.device.type == "cpu" and all(part.keys[0].shape[0] == batch for part in whole):
         from . import cpu_decode
 
-        joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
-        out = cpu_decode.try_attend(query, parts, scaling, joined, softcap, s_aux)
+        out = cpu_decode.try_attend(query, whole, scaling, joined, softcap, s_aux)
         if out is not None:
             return out
-    if query.is_cuda and has_triton() and query.shape[2] <= SMALL and all(type(part) is Part for part in parts):
+    if query.is_cuda and has_triton():
         from . import triton_decode
 
-        joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
-        if triton_decode.supports(query, parts, joined, softcap, s_aux):
-            return triton_decode.attend_triton(query, parts, scaling, joined, softcap, s_aux)
+        if triton_decode.supports(query, whole, joined, softcap, s_aux):
+            return triton_decode.attend_triton(query, whole, scaling, joined, softcap, s_aux)
     return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
 
 
@@ -203,7 +216,7 @@ def attend_reference(
 
     Args:
         query: [B, Hq, Q, Dk], any float dtype.
-        parts: tokens in any order; H divides Hq.
+        parts: tokens in any order; H divides Hq. A part may hold fewer rows than B, each for B / b rows in a row.
         mask: bool (True: may attend) or additive float, broadcastable to [B, Hq, Q, n]; ``None``: no mask.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         s_aux: [Hq] learned logits that take part in the softmax and have no value (gpt-oss).
@@ -211,9 +224,9 @@ def attend_reference(
     Returns:
         [B, Hq, Q, Dv] in the query's dtype; a query that may attend to nothing gets zeros.
     """
-    groups = query.shape[1] // parts[0].keys[0].shape[1]
-    keys = torch.cat([p.key_codec.decode(p.keys, torch.float32) for p in parts], 2)
-    values = torch.cat([p.value_codec.decode(p.values, torch.float32) for p in parts], 2)
+    batch, groups = query.shape[0], query.shape[1] // parts[0].keys[0].shape[1]
+    keys = torch.cat([repeat_rows(p.key_codec.decode(p.keys, torch.float32), batch) for p in parts], 2)
+    values = torch.cat([repeat_rows(p.value_codec.decode(p.values, torch.float32), batch) for p in parts], 2)
     scores = query.float() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -274,7 +287,7 @@ def _attend_rows(
     out: torch.Tensor | None = None
     start = 0
     for block in blocks:
-        mixed = block.value_codec.mix(probs[..., start : start + block.tokens], block.values)
+        mixed = _per_row(block.value_codec.mix, probs[..., start : start + block.tokens], block.values)
         out = mixed if out is None else out.add_(mixed)
         start += block.tokens
     assert out is not None
@@ -318,7 +331,7 @@ def _probabilities(
         for q in (query, turned)
     ]
     folded = [rows[0]] * len(blocks) if turned is None else [rows[1], *[rows[0]] * (len(blocks) - 1)]
-    pieces = [block.key_codec.scores(q, block.keys) for q, block in zip(folded, blocks, strict=True)]
+    pieces = [_per_row(block.key_codec.scores, q, block.keys) for q, block in zip(folded, blocks, strict=True)]
     scores = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)  # [B, H, G*Q, n]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -342,6 +355,18 @@ def _probabilities(
     if hidden is not None:
         probs = probs.masked_fill_(hidden, 0.0)
     return probs.view_as(scores)
+
+
+def _per_row(fold: Callable[[torch.Tensor, Any], torch.Tensor], x: torch.Tensor, state: Any) -> torch.Tensor:
+    """``fold`` of x [B, H, M, *] with a state of b rows that stand for B: the rows that share one are more of its M.
+
+    So a prefix that many rows share is read and cast once, not once for each of them.
+    """
+    batch, rows, held = x.shape[0], x.shape[2], state[0].shape[0]
+    if held == batch:
+        return fold(x, state)
+    shared = x.unflatten(0, (held, -1)).transpose(1, 2).flatten(2, 3)  # [b, H, B / b * M, *]
+    return fold(shared, state).unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _blocks(part: Part) -> list[Part]:

@@ -11,6 +11,7 @@ recurrent and empty layers keep their stock class, and a layer type that is none
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, snapshot
 from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
@@ -242,22 +243,22 @@ class KVCache(compat.Cache):
         """Take back the last ``tokens`` tokens, exactly.
 
         Raises:
-            ValueError: negative, more than were seen, or tokens that would have to come back are evicted.
+            ValueError: negative, more than were seen, or what would have to come back is gone: evicted tokens, the
+                plain form of encoded ones (low bits), a recurrent state. The message says what is exact.
         """
         seen = self.get_seq_length()
         if not 0 <= tokens <= seen:
             raise ValueError(f"rollback({tokens}): the cache has seen {seen} tokens")
-        self.crop(-tokens)
+        if tokens:  # stock windows do not take crop(0)
+            self.crop(-tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, in all layers or (when one must refuse) in none.
 
         Raises:
-            ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
+            ValueError: a positive number, or as ``rollback``.
         """
-        for layer in self.layers:
-            if isinstance(layer, (KVLayer, WindowLayer)):
-                layer.check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self._last_position = max(self._last_position + tokens_to_remove, 0)
 
@@ -266,14 +267,51 @@ class KVCache(compat.Cache):
         super().batch_select_indices(indices)
         self._last_position = 0  # it may have been that of a row which is gone
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, (KVLayer, WindowLayer)):
+                layer.check_crop(tokens_to_remove)
+            elif tokens_to_remove and isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                if any(layer.is_recurrent_states_initialized.values()) or not layer.record_past:
+                    raise ValueError(
+                        f"crop({tokens_to_remove}): layer {index} keeps a recurrent state, which cannot go back; "
+                        "fork() the cache before the tokens that may be taken back"
+                    )
+
+    def can_rollback(self, tokens: int) -> bool:
+        """Whether ``rollback(tokens)`` would be exact now."""
+        try:
+            self.check_crop(-tokens)
+        except ValueError:
+            return False
+        return 0 <= tokens <= self.get_seq_length()
+
+    def exact_rollback(self) -> int:
+        """How many tokens can be taken back exactly: any number up to this one."""
+        exact = self.get_seq_length()
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                exact = min(exact, layer.exact)
+            elif isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                exact = 0
+            elif isinstance(layer, WindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+                exact = 0
+        return exact
+
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
         super().reset()
         self._start()
 
     def fork(self) -> KVCache:
-        """An independent copy that continues from here."""
-        return copy.deepcopy(self)
+        """A cache that continues from here on its own. Both share the stored tokens, which never change; ``nbytes`` of
+        each counts all that it reaches."""
+        new = copy.copy(self)
+        new.layers = [
+            layer.fork() if isinstance(layer, (KVLayer, WindowLayer)) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self.config)] = self.config  # the model's own config says which attention runs
@@ -295,12 +333,47 @@ class KVCache(compat.Cache):
             cache.update(keys, values, index)
         return cache
 
+    def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:
+        """Write the cache to one safetensors file, at once or not at all, readable by the user alone.
+
+        Args:
+            path: the file; one that exists is replaced.
+            token_ids: the tokens that were fed, ``[n]`` or ``[B, n]``, to be kept with it.
+
+        Raises:
+            ValueError: ``path`` is a symbolic link, ``token_ids`` are not as many as were seen, or a layer holds
+                what such a file cannot.
+            OSError: the folder cannot be written to, or the disk is full; nothing is left behind.
+        """
+        self._raise_if_suspect()
+        snapshot.save(self, path, token_ids)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], config: Any, *, spec: str | None = None, device: Any = None) -> KVCache:
+        """The cache that ``save`` wrote, which continues with the same bits; its tokens stay in the mapped file.
+
+        Args:
+            config: ``model.config`` of the model that made the cache.
+            spec: refuse a file of another spec than this one.
+            device: where everything goes; without it, to the devices that it was saved from.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: a damaged or foreign file, another model, another spec, or devices that are not here. Nothing
+                of the file is used before all of it was checked.
+        """
+        read = snapshot.read(path)
+        snapshot.check(read, config, None if spec is None else KVCache.from_spec(config, spec).spec)
+        cache = KVCache.from_spec(config, read.metadata["spec"])
+        snapshot.restore(cache, read, device)
+        return cache
+
     # -- accounting --------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Every byte this cache holds: the storages of all tensors reachable from it, each counted once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(self.layers)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(self.layers)}
         return sum(storages.values())
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -313,7 +386,7 @@ class KVCache(compat.Cache):
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
-                parts["window"] += sum(t.untyped_storage().nbytes() for t in _tensors(layer))
+                parts["window"] += sum(t.untyped_storage().nbytes() for t in tensors_of(layer))
                 continue
             for name, size in layer.bytes_by_part().items():
                 parts[name] += size
@@ -394,15 +467,15 @@ def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return options
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor reachable from a layer, but not through the model's config."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif hasattr(value, "__dict__") and not hasattr(value, "get_text_config"):
-        yield from _tensors(vars(value))
+        yield from tensors_of(vars(value))

@@ -24,6 +24,7 @@ their mean score.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ import torch
 from . import compat
 from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS
-from .layers import Held, KVLayer
+from .layers import Held, KVLayer, refuse_positive
 from .masked import ASK_FOR_OURS, watched
 from .policies import Pool
 from .retention import Importance
@@ -41,6 +42,7 @@ from .spec import Storage
 from .store import concat
 
 INF = float("inf")
+FACTS = ("seen", "batch_size", "heads", "widths", "dtypes", "device")
 SAFEGUARD = 0.2  # share of the budget that every head keeps under ``adaptive``
 
 
@@ -461,7 +463,10 @@ class EvictionLayer(KVLayer):
             return [Held(storage.key_codec, storage.value_codec, kept, beside=8)]
         sealed = 0 if seen <= storage.quantize_after else max(kept - storage.sinks - storage.residual, 0)
         sealed = sealed // storage.group * storage.group
-        parts = [Held(storage.key_codec, storage.value_codec, sealed, beside=4), Held(full, full, kept - sealed, beside=8)]
+        parts = [
+            Held(storage.key_codec, storage.value_codec, sealed, beside=4),
+            Held(full, full, kept - sealed, beside=8),
+        ]
         return [part for part in parts if part.tokens]
 
     @property
@@ -529,22 +534,67 @@ class EvictionLayer(KVLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
-        if tokens_to_remove >= 0 or not self.kept or self.seen + tokens_to_remove <= 0 and self.seen == self.kept:
-            if tokens_to_remove > 0:
-                super().check_crop(tokens_to_remove)
-            return
-        why = None
-        if self.seen != self.kept or self.own is not None:
-            why = f"has evicted {self.seen - self.kept} tokens"
-        elif self.two and slots_used(self.kept_slots):
-            why = "has sealed tokens"
-        elif not self.policy.rolls_back:
-            why = f"has scores of policy {self.retention.name!r} that the removed tokens took part in"
+        refuse_positive(tokens_to_remove)
+        why = self._refusal(tokens_to_remove)
         if why:
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} {why}; fork() the cache before the tokens that may be "
                 "taken back, or use retention 'all'"
             )
+
+    def _refusal(self, tokens_to_remove: int) -> str | None:
+        """Why these tokens cannot be taken back exactly."""
+        if not tokens_to_remove or not self.kept or (self.seen + tokens_to_remove <= 0 and self.seen == self.kept):
+            return None
+        if self.seen != self.kept or self.own is not None:
+            return f"has evicted {self.seen - self.kept} tokens"
+        if self.two and slots_used(self.kept_slots):
+            return "has sealed tokens"
+        if not self.policy.rolls_back:
+            return f"has scores of policy {self.retention.name!r} that the removed tokens took part in"
+        return None
+
+    @property
+    def exact(self) -> int:
+        """How many tokens can be taken back exactly."""
+        return next((n for n in range(self.seen, 0, -1) if not self._refusal(-n)), 0)
+
+    def fork(self) -> EvictionLayer:
+        """A layer that continues from here on its own: slots change in place, so they are copied."""
+        self._catch_up()
+        new = copy.copy(self)
+        new.kept_slots, new.tail_slots = self.kept_slots.fork(), self.tail_slots.fork()
+        new.memory = {name: t.clone() for name, t in self.memory.items()}
+        return new
+
+    def export(self) -> dict[str, Any]:
+        """All that a snapshot has to hold, as plain values and tensors."""
+        self._catch_up()
+        if not self.is_initialized:
+            return {}
+        facts = {name: getattr(self, name) for name in FACTS}
+        kinds = {"kept": self.kept_slots, "tail": self.tail_slots}
+        held = {name: _export(slots) for name, slots in kinds.items() if slots_used(slots)}
+        return {**facts, "own": self.own, "memory": self.memory, "held": held}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """The inverse of ``export``."""
+        self.reset()
+        if not facts:
+            return
+        for name in FACTS:
+            setattr(self, name, facts[name])
+        self.is_initialized, self.own, self.memory = True, facts["own"], facts["memory"]
+        for name, fields in facts["held"].items():
+            ragged = "size" in fields
+            old = self.kept_slots if name == "kept" else self.tail_slots
+            slots: Any = Ragged(old.key_codec, old.value_codec) if ragged else old
+            for side, codec, width in zip(("keys", "values"), (slots.key_codec, slots.value_codec), self.widths):
+                kind: Any = type(codec.encode(torch.empty(1, 1, 0, width)))
+                fields[side] = kind(*fields[side])
+            vars(slots).update(fields)
+            if name == "kept":
+                self.kept_slots = slots
 
     def _map_rows(self, fn: Any) -> None:
         if not self.is_initialized:
@@ -557,6 +607,12 @@ class EvictionLayer(KVLayer):
             self.memory = {name: fn(t) for name, t in self.memory.items()}
             self.own = None if self.own is None else fn(self.own)
         self.batch_size = probe.shape[0]
+
+
+def _export(slots: Any) -> dict[str, Any]:
+    names = ("position", "score", "used", "size", "start")
+    fields = {name: getattr(slots, name) for name in names if hasattr(slots, name)}
+    return {**fields, "keys": tuple(slots.keys), "values": tuple(slots.values)}
 
 
 def allowed(mask: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .masked import ASK_FOR_OURS, Visible
 from .retention import Retention
 from .rope import find_rope
 from .spec import Storage
-from .store import Slab, concat, slot_tokens
+from .store import Slab, concat, slot_tokens, twin
 
 # Stock attention functions that read their keys through torch ops, where MaskedStates can apply its mask.
 MASKABLE = ("sdpa", "eager")
@@ -101,6 +101,17 @@ class Run:
 
     def part(self) -> Part:
         return Part(self.key_codec, self.keys.view(), self.value_codec, self.values.view())
+
+    def parts(self) -> list[Part]:
+        """``part`` in the pieces that it is stored in, without a copy; some may hold one row for several."""
+        pieces = zip(self.keys.views(), self.values.views(), strict=True)
+        return [Part(self.key_codec, keys, self.value_codec, values) for keys, values in pieces]
+
+    def fork(self) -> Run:
+        """Another run of the same tokens; see ``Slab.fork``."""
+        new = twin(self)
+        new.keys, new.values = self.keys.fork(), self.values.fork()
+        return new
 
     def last(self, tokens: int) -> Part:
         """The pinned tokens and the newest ``tokens`` others, in token order."""
@@ -284,9 +295,10 @@ class KVLayer(compat.CacheLayerMixin):
             self.tail.replace(plain.block(layout.seal, plain.tokens))
             raw = plain.block(plain.tokens - layout.raw, plain.tokens)
         self.seen += new
-        runs = (self.sinks.part() if layout.sinks else None, sealed, raw)
+        runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return History(parts, visible, self.retention.evicts, *self.dtypes, moved=self._moved(self.seen - new))
+        moved = self._moved(self.seen - new)
+        return History(parts, visible, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
 
     def _moved(self, query: int) -> Moved | None:
         """Where ``reposition`` lets queries stand for the sinks."""
@@ -324,16 +336,15 @@ class KVLayer(compat.CacheLayerMixin):
         if bad is not None:
             self.refuse_non_finite(bad)
         self.seen += 1
-        parts = [run.part() for run in self.runs if len(run)]
-        return self._present(
-            History(parts, None, self.retention.evicts, *self.dtypes, moved=self._moved(self.seen - 1)), None
-        )
+        parts, moved = [part for run in self.runs if len(run) for part in run.parts()], self._moved(self.seen - 1)
+        history = History(parts, None, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
+        return self._present(history, None)
 
-    def _seal(self, plain: Part, layout: Layout) -> Part:
+    def _seal(self, plain: Part, layout: Layout) -> list[Part]:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
         if layout.seal == 1 and not layout.joins and self.sealed.fuses(plain):
             self.sealed.append_one(plain)
-            return self.sealed.part()
+            return self.sealed.parts()
         encoded = self.sealed.encode(plain.keys.values, plain.values.values)
         joined = None
         if layout.joins:
@@ -341,7 +352,7 @@ class KVLayer(compat.CacheLayerMixin):
             joined = encoded if past is None else join(past, encoded)
         if layout.seal or self.sealed.keys.state is None:
             self.sealed.append(encoded)
-        return self.sealed.part() if joined is None else joined
+        return self.sealed.parts() if joined is None else [joined]
 
     def _visible(self, layout: Layout, new: int, ordered: bool, positions_known: bool) -> Visible | None:
         """The mask of this call, where "all keys up to the query's own token" is not it."""
@@ -472,8 +483,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen = left
         self.sinks.truncate(left)
         self.tail.truncate(max(left - self.boundary(left), 0))
-        if not self.storage.has_tail:
-            self.sealed.truncate(max(left - self.apart, 0))
+        self.sealed.truncate(max(self.boundary(left) - self.apart, 0))
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -486,18 +496,34 @@ class KVLayer(compat.CacheLayerMixin):
                 f"crop({tokens_to_remove}): layer {self.index} has evicted {evicted} tokens, and a rollback would need "
                 "them back; fork() the cache before the tokens that may be taken back, or use retention 'all'"
             )
-        if self.storage.has_tail and self.boundary(left) != self.boundary(self.seen):
+        if self.boundary(left) not in (left, self.boundary(self.seen)):  # tokens would have to be plain again
+            group = self.storage.group
+            whole = "" if self.storage.residual else f", or back to a multiple of {group} after {self.apart}"
             raise ValueError(
-                f"crop({tokens_to_remove}): layer {self.index} has sealed tokens since, {len(self.tail)} are plain; "
-                "fork() the cache before the tokens that may be taken back, or use storage 'int8'"
+                f"crop({tokens_to_remove}): layer {self.index} holds only its last {len(self.tail)} tokens plain and "
+                f"has sealed those before; exact are up to {self.exact} tokens{whole}: fork() the cache before the "
+                "tokens that may be taken back, or use storage 'int8'"
             )
+
+    @property
+    def exact(self) -> int:
+        """How many tokens can be taken back exactly: any number up to this one."""
+        if self.kept != self.seen:
+            return 0
+        sealed = self.boundary(self.seen)
+        if not self.storage.has_tail or sealed <= self.apart:
+            return self.seen
+        lefts = range(self.seen - 1, -1, -1)
+        return next((n for n, left in enumerate(lefts) if self.boundary(left) not in (sealed, left)), self.seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""
         self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, next to each other."""
+        """Each row ``repeats`` times, next to each other; sealed tokens without a limit are shared, not copied."""
+        for slab in self.sealed.slabs if self.sealed.limit is None else ():
+            slab.freeze()
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -513,6 +539,16 @@ class KVLayer(compat.CacheLayerMixin):
                 for slab in run.slabs:
                     slab.select_rows(fn)
         self.batch_size = probe.shape[0]
+
+    def fork(self) -> KVLayer:
+        """A layer that continues from here on its own; both share what is stored and never changes."""
+        new = twin(self)
+        new.sealed = self.sealed.fork()
+        if self.apart:  # otherwise there are no sinks, ever: nothing to keep apart
+            new.sinks = self.sinks.fork()
+        if self.storage.has_tail:
+            new.tail = self.tail.fork()
+        return new
 
     def offload(self) -> None:
         """Placement is the cache's own business (see ``placement``)."""
@@ -588,6 +624,10 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
         if keys is not None and values is not None and keys.untyped_storage().nbytes() > 2 * keys.nbytes:
             self.keys, self.values = keys.clone(), values.clone()
         return out
+
+    def fork(self) -> WindowLayer:
+        """A layer that continues from here on its own; every update makes new tensors, so these can be shared."""
+        return twin(self)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""

@@ -109,7 +109,9 @@ class Plan:
             share, total = f"{plan.cache_bytes / max(full, 1):.3f}", _size(plan.total_bytes)
             rows.append((plan.spec, _size(plan.cache_bytes), share, total, *plan._limits()))
         width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [[row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))] for row in rows]
+        lines = [
+            [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))] for row in rows
+        ]
         return "\n".join("  ".join(line) for line in lines)
 
     def _limits(self) -> tuple[str, str]:
@@ -151,7 +153,9 @@ class Plan:
             lines.insert(2, f"    elsewhere {_size(self.far_bytes):>9}")
         if self.device_memory is not None:
             usable = f"{_size(self.device_memory)}, of which {HEADROOM:.0%} stay free"
-            lines[-1] += f"   {'fits' if self.fits else 'does not fit' if self.fits is False else 'unknown'} in {usable}"
+            lines[-1] += (
+                f"   {'fits' if self.fits else 'does not fit' if self.fits is False else 'unknown'} in {usable}"
+            )
             batch, context = self._limits()
             lines.append(f"  largest batch {batch}; longest context at batch {self.batch} {context}")
         vllm = " ".join(f"{k} {v}" for k, v in self.vllm.items() if v)
@@ -241,7 +245,9 @@ def _plan(made: Outline, axes: dict[str, str], context: int, batch: int, memory:
 
 
 def _warnings(cache: KVCache) -> tuple[str, ...]:
-    kept = () if not cache.retention.evicts else (f"vLLM has nothing like {cache.retention.spec!r}: it keeps all tokens",)
+    kept = (
+        () if not cache.retention.evicts else (f"vLLM has nothing like {cache.retention.spec!r}: it keeps all tokens",)
+    )
     name = cache.storage.name
     return kept if name in VLLM_DTYPES else (*kept, f"vLLM has nothing near {name!r}: its cache would be larger")
 
@@ -275,9 +281,7 @@ class _Layer:
         for run in self.held(context):
             group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
             extra = max(16, run.tokens // 128) + group if ahead and isinstance(self.layer, KVLayer) else 0
-            for codec, width, dtype in zip(
-                (run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True
-            ):
+            for codec, width, dtype in zip((run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True):
                 total += (run.tokens + extra) * row_bytes(codec, shapes.heads, width, dtype) // codec.group
             total += (run.tokens + extra) * shapes.heads * run.beside
         return total

@@ -78,7 +78,9 @@ def read_config(source: Any) -> Any:
 def _from_dict(settings: dict[str, Any]) -> Any:
     kind = settings.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"model_type={kind!r} is not known to transformers {transformers.__version__}: name one, or update")
+        raise ValueError(
+            f"model_type={kind!r} is not known to transformers {transformers.__version__}: name one, or update"
+        )
     return transformers.CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(settings)))
 
 

@@ -8,6 +8,7 @@ A unit is what the codec encodes together: one token, or a group of g.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -138,6 +139,12 @@ class Slots:
     def tensors(self) -> list[torch.Tensor]:
         return [] if self.keys is None else [*self.keys, *self.values, self.position, self.score]
 
+    def fork(self) -> Slots:
+        """A second container of the same units; slots are overwritten in place, so nothing is shared."""
+        new = copy.copy(self)
+        new.map_rows(torch.clone)
+        return new
+
 
 class RaggedPart:
     """A run whose heads hold different numbers of tokens, for ``attend_torch``: blocks are gathered when read."""
@@ -237,6 +244,12 @@ class Ragged:
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.keys, *self.values, self.position, self.score, self.size, self.start]
+
+    def fork(self) -> Ragged:
+        """A second container of the same units; slots are overwritten in place, so nothing is shared."""
+        new = copy.copy(self)
+        new.map_rows(lambda t: t)
+        return new
 
 
 def slots_used(slots: Any) -> bool:

@@ -644,7 +644,7 @@ def supports(
 
     It does not take a prefill (many queries), additive masks, heads wider than 256 or (where they are encoded) not a
     multiple of 4, codecs that are not in ``FORMATS``, low-bit values in more than ``MAX_GROUPS`` channel groups or in
-    groups that are not a multiple of 4, and tensors on several devices.
+    groups that are not a multiple of 4, tensors on several devices, and parts that hold fewer rows than the query.
     """
     _, query_heads, queries, width = query.shape
     heads = parts[0].keys[0].shape[1]
@@ -658,7 +658,8 @@ def supports(
     if s_aux is not None and (s_aux.device != query.device or s_aux.stride(0) != 1):
         return False
     return width <= MAX_WIDTH and all(
-        _readable(part.key_codec, part.keys, query.device)
+        part.keys[0].shape[0] == query.shape[0]
+        and _readable(part.key_codec, part.keys, query.device)
         and _readable(part.value_codec, part.values, query.device)
         and {part.key_codec.group, part.value_codec.group} <= {1, part.group}
         and getattr(part.value_codec, "axis", "token") == "token"

@@ -18,15 +18,8 @@ from hf_kvcache.spec import storage
 
 OPTIONS = {"snapkv": "window=4,kernel=3", "expected": "future=16"}
 POLICY = list(POLICIES)
-STORAGES = [
-    "full",
-    "int8",
-    "fp8",
-    "int8(sinks=2)",
-    "int8(residual=3)",
-    "int4(group=4,residual=4)",
-    "k8v4(group=4,residual=4)",
-]
+LOW = ["int4(group=4,residual=4)", "k8v4(group=4,residual=4)"]
+STORAGES = ["full", "int8", "fp8", "int8(sinks=2)", "int8(residual=3)", *LOW]
 
 
 def spec(policy: str, store: str = "full", budget: object = 14, extra: str = "") -> str:
@@ -475,3 +468,23 @@ def test_reposition_needs_our_attention() -> None:
     model = llama("sdpa")
     with pytest.raises(ValueError, match="set_attn_implementation"):
         greedy(model, prompt(5), SinkWindowCache(model.config, 2, 6, reposition=True))
+
+
+@pytest.mark.parametrize(
+    "name", [*(spec(policy, "int8") for policy in POLICY), spec("h2o", LOW[0]), spec("snapkv", extra="adaptive")]
+)
+@torch.no_grad()
+def test_forks_and_snapshots_continue_alike(name: str, tmp_path) -> None:
+    """Independent in both directions; what was saved goes on as if nothing had happened."""
+    model, after = llama("kvcache"), prompt(12, 2, seed=3)
+    cache = KVCache.from_spec(model.config, name)
+    feed(model, prompt(30, 2), cache)
+    feed(model, after[:, :2], cache, 1)
+    twin, other = cache.fork(), cache.fork()
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model.config)
+    feed(model, prompt(9, 2, seed=8), other)
+    expected = feed(model, after, cache, 1)
+    for copied in (twin, loaded):
+        assert torch.equal(feed(model, after, copied, 1), expected)
+        assert torch.equal(copied.layers[1].positions, cache.layers[1].positions)

@@ -285,7 +285,9 @@ def test_nothing_is_allocated():
 @pytest.mark.parametrize("spec", ["full", "int8", "int4", "int4(quantize_after=20000)"])
 def test_limits_are_the_last_that_fit(spec):
     memory = 200 * 2**20
-    said = plan(llama_config(layers=3, hidden_size=512, num_attention_heads=8), 4096, 2, spec=spec, device_memory=memory)
+    said = plan(
+        llama_config(layers=3, hidden_size=512, num_attention_heads=8), 4096, 2, spec=spec, device_memory=memory
+    )
     most = said.at(batch=said.largest_batch)
     assert most.fits and most.total_bytes <= 0.8 * memory
     assert not said.at(batch=said.largest_batch + 1).fits

@@ -1,0 +1,381 @@
+"""How does a cache get into a file and back? One safetensors file, written whole or not at all, checked before use.
+
+    8 bytes     length of the header, little endian
+    header      JSON: for each tensor its dtype, shape and place; "__metadata__" as below; padded to 64 bytes
+    data        the tensors as the codecs store them, one after the other, without holes
+
+    __metadata__   format, version    what this is
+                   model              fingerprint of the model's config
+                   spec, layers       the cache, and per layer what is no tensor (JSON)
+                   tokens_seen        tokens per row
+                   checksums          CRC-32 of every tensor (JSON)
+                   checksum           SHA-256 of the rest of the header
+
+A token is saved as it is stored, so a loaded cache continues with the very bits of the saved one. Nothing is pickled.
+
+Saving writes a temporary file beside the target, flushes it to the disk and renames it: whoever opens the target finds
+the old file or the new one. Loading reads everything once for the checksums and then leaves it in the mapped file:
+pages come in when they are read, and a process that is short of memory can drop them. Loaded tokens are never written
+to (they are *frozen* as those of a fork are, see ``store``), a ring is copied before its next write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .eviction import EvictionLayer
+from .layers import KVLayer, Run
+from .store import Slab
+
+FORMAT, VERSION = "hf_kvcache snapshot", "1"
+LARGEST_HEADER = 100 << 20
+ALIGN = 64
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What a config says about the session or about text, but not about the keys and values that a model makes.
+BESIDE = set("transformers_version architectures dtype torch_dtype use_cache".split())
+BESIDE |= set("bos_token_id eos_token_id pad_token_id unk_token_id".split())
+
+
+class Snapshot(NamedTuple):
+    """A file that was read and checked."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: dict[str, torch.Tensor]  # views of the mapped file
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """The ids that were saved with it, int64, ``[n]`` or ``[B, n]``."""
+        return self.tensors.get("token_ids")
+
+
+def fingerprint(config: Any) -> str:
+    """What tells one model's caches from another's: a hash of the decoder's config and of the name it was loaded by.
+
+    Two models with equal configs and names, such as one model with different adapters, are not told apart.
+    """
+    config = config.get_text_config(decoder=True)
+    facts = {k: v for k, v in config.to_diff_dict().items() if k not in BESIDE and not k.startswith("_")}
+    text = json.dumps([config.model_type, getattr(config, "_name_or_path", ""), facts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- a cache as tensors and text ---------------------------------------------------------------------------------------
+
+
+def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **metadata: str) -> None:
+    """Write a cache to ``path``; see ``KVCache.save``."""
+    tensors: dict[str, torch.Tensor] = {}
+    layers = [_save_layer(layer, f"layers.{index}", tensors) for index, layer in enumerate(cache.layers)]
+    if token_ids is not None:
+        tensors["token_ids"] = as_ids(token_ids, cache.get_seq_length())
+    write(path, tensors, {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": fingerprint(cache.config),
+        "spec": cache.spec,
+        "tokens_seen": str(cache.get_seq_length()),
+        "last_position": str(cache._last_position),
+        "layers": json.dumps(layers),
+        **metadata,
+    })  # fmt: skip
+
+
+def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
+    """Fill a new cache of the snapshot's spec; see ``KVCache.load``."""
+    layers, path = json.loads(snapshot.metadata["layers"]), snapshot.path
+    if len(layers) != len(cache.layers):
+        raise ValueError(f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}")
+    for index, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
+        try:
+            _load_layer(layer, facts, f"layers.{index}", snapshot.tensors, device)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path}: layer {index} is not as a snapshot of {cache.spec!r} has it ({error})") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: layer {index}: {error}") from None
+    cache._last_position = int(snapshot.metadata["last_position"])
+
+
+def check(snapshot: Snapshot, config: Any, spec: str | None = None) -> None:
+    """Refuse a file of another model, or of another spec than the one asked for."""
+    path, metadata = snapshot.path, snapshot.metadata
+    if metadata["model"] != fingerprint(config):
+        raise ValueError(
+            f"{path} was saved for another model than {type(config).__name__} "
+            f"({getattr(config, '_name_or_path', '') or 'unnamed'}): load it with the config that it was saved with"
+        )
+    if spec is not None and spec != metadata["spec"]:
+        raise ValueError(f"{path} holds a cache of spec {metadata['spec']!r}, not {spec!r}: ask for that one")
+
+
+def as_ids(token_ids: Any, seen: int) -> torch.Tensor:
+    """Token ids on the CPU, int64, as many per row as the cache has seen."""
+    ids = torch.as_tensor(token_ids).detach().to("cpu", torch.int64)
+    if ids.dim() not in (1, 2) or ids.shape[-1] != seen:
+        raise ValueError(f"token_ids of shape {tuple(ids.shape)} for a cache that has seen {seen} tokens")
+    return ids
+
+
+def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(layer, EvictionLayer):
+        return {
+            "kind": "EvictionLayer",
+            "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in layer.export().items()},
+        }
+    if type(layer) is not KVLayer:
+        fields = {key: _pack(value, f"{name}.{key}", tensors) for key, value in vars(layer).items()}
+        return {"kind": type(layer).__name__, "fields": fields}
+    if layer.is_initialized:
+        for part, run in _runs(layer):
+            for side, slab in (("keys", run.keys), ("values", run.values)):
+                if slab.state is not None:
+                    tensors.update({f"{name}.{part}.{side}.{key}": t for key, t in slab.view()._asdict().items()})
+    facts = ("seen", "batch_size", "heads", "widths", "dtypes", "device") if layer.is_initialized else ()
+    return {"kind": "KVLayer", "fields": {key: _pack(getattr(layer, key), name, tensors) for key in facts}}
+
+
+def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.Tensor], device: Any) -> None:
+    kind = type(layer).__name__
+    if facts["kind"] != kind:
+        raise ValueError(f"a {facts['kind']} was saved, the model has a {kind}")
+    fields = {key: _unpack(value, tensors, device) for key, value in facts["fields"].items()}
+    if isinstance(layer, EvictionLayer):
+        return layer.restore(fields)
+    if not isinstance(layer, KVLayer):
+        if set(fields) != set(vars(layer)) and not set(vars(layer)) <= set(fields):
+            raise ValueError(f"another transformers saved this {kind}: it has no {set(vars(layer)) - set(fields)}")
+        vars(layer).update(fields)
+        return
+    if not fields:
+        return
+    vars(layer).update(fields, is_initialized=True)
+    sinks = min(layer.apart, layer.seen)
+    sealed = layer.boundary(layer.seen) - sinks
+    tokens = {"sinks": sinks, "sealed": sealed, "tail": layer.seen - sinks - sealed}
+    for part, run in _runs(layer):
+        for side, slab, codec in (("keys", run.keys, run.key_codec), ("values", run.values, run.value_codec)):
+            number = ("keys", "values").index(side)
+            shape = (layer.batch_size, layer.heads, 0, layer.widths[number])
+            like: Any = codec.encode(torch.empty(shape, dtype=layer.dtypes[number], device=layer.device))
+            _load_slab(slab, like, f"{name}.{part}.{side}", tokens[part] // codec.group, tensors, layer.device)
+
+
+def _load_slab(
+    slab: Slab, like: Any, name: str, appended: int, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """``like``: an empty state of the slab's codec, which says what every tensor has to look like."""
+    if not appended and f"{name}.{like._fields[0]}" not in tensors:
+        return
+    rows = appended if slab.limit is None else min(appended, slab.limit)
+    found = [tensors[f"{name}.{field}"] for field in like._fields]
+    for field, t, empty in zip(like._fields, found, like, strict=True):
+        shape = (*empty.shape[:2], rows, *empty.shape[3:])
+        if t.shape != shape or t.dtype != empty.dtype:
+            raise ValueError(f"{name}.{field} is {t.dtype} {tuple(t.shape)}, should be {empty.dtype} {tuple(shape)}")
+    slab.adopt(type(like)(*(t.to(device) for t in found)), like, appended)
+
+
+def _runs(layer: KVLayer) -> list[tuple[str, Run]]:
+    """The runs that this layer uses, by name."""
+    names = [("sinks", layer.apart), ("sealed", True), ("tail", layer.storage.has_tail)]
+    return [(name, getattr(layer, name)) for name, used in names if used]
+
+
+def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """What is no tensor as JSON; tensors go to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {"tensor": name, "device": str(value.device)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        return {"dict": [[key, _pack(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{name} is a {type(value).__name__}, which a snapshot cannot hold: keep this cache in memory")
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], device: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:  # written to in place by stock layers: a copy
+        return tensors[value["tensor"]].clone().to(_usable(device or value["device"]))
+    if "dtype" in value:
+        dtype = getattr(torch, value["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"unknown dtype {value['dtype']!r}")
+        return dtype
+    if "device" in value:
+        return _usable(device or value["device"])
+    if "list" in value:
+        return tuple(_unpack(item, tensors, device) for item in value["list"])
+    return {key: _unpack(item, tensors, device) for key, item in value["dict"]}
+
+
+def _usable(device: Any) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"was saved from {device}, which is not here: pass device=, for example device='cpu'")
+    return device
+
+
+# -- tensors as a file -------------------------------------------------------------------------------------------------
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with checksums, at once or not at all, readable by the user alone.
+
+    Raises:
+        ValueError: ``path`` is a symbolic link, or a tensor's dtype is unknown to the format.
+        OSError: the folder cannot be written to, or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link: a snapshot is not written through one")
+    for name, t in tensors.items():
+        if t.dtype not in NAMES:
+            raise ValueError(f"{name} is {t.dtype}, which a snapshot cannot hold")
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
+    with replacing(path) as file:
+        file.write(_header(order, tensors, metadata))
+        for name in order:
+            file.write(_bytes(tensors[name]))
+
+
+def _header(order: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        t, start = tensors[name], end
+        end += t.nbytes
+        entries[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    sums = {name: zlib.crc32(_bytes(tensors[name])) for name in order}
+    metadata = {**metadata, "checksums": json.dumps(sums)}
+    header = {"__metadata__": {**metadata, "checksum": _checksum(metadata, entries)}, **entries}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _checksum(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([metadata, entries], sort_keys=True).encode()).hexdigest()
+
+
+def _bytes(t: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in order of its elements."""
+    return t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A new private file that takes the place of ``path`` when the block ends without an error."""
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name survives a power cut
+    finally:
+        os.close(folder)
+
+
+def read(path: str | os.PathLike[str], only: Sequence[str] | None = None) -> Snapshot:
+    """Map a snapshot and check all of it: the format, the bounds of every tensor, every checksum.
+
+    Args:
+        only: names of the tensors that are wanted; the others are neither checked nor returned.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a symbolic link, no snapshot, one of another version, or one that is damaged.
+    """
+    path = Path(path)
+    data = _map(path)
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= size <= min(LARGEST_HEADER, len(data) - 8):
+        raise ValueError(f"{path} is not a snapshot, or it is cut off")
+    try:
+        entries = json.loads(bytes(data[8 : 8 + size]))
+        metadata = entries.pop("__metadata__")
+        stated = metadata.pop("checksum")
+        sums = json.loads(metadata["checksums"])
+        sound = metadata["format"] == FORMAT and stated == _checksum(metadata, entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a snapshot, or its header is damaged") from None
+    if not sound:
+        raise ValueError(f"{path} is not a snapshot, or its header is damaged: checksums differ")
+    if metadata["version"] != VERSION:
+        raise ValueError(f"{path} is of version {metadata['version']}, this library reads version {VERSION}")
+    tensors = _tensors(path, data, 8 + size, entries)
+    if only is not None:
+        tensors = {name: t for name, t in tensors.items() if name in only}
+    for name in tensors:
+        start, end = (8 + size + offset for offset in entries[name]["data_offsets"])
+        if zlib.crc32(memoryview(data)[start:end]) != sums[name]:
+            raise ValueError(f"{path} is damaged: the checksum of {name} differs")
+    return Snapshot(path, metadata, tensors)
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The whole file in memory, privately: what others see of it cannot be changed through it."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link: a snapshot is not read through one")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or not about.st_size:
+            raise ValueError(f"{path} is empty, or not a file")
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(path: Path, data: mmap.mmap, base: int, entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Views of the data, which has to be covered without holes and without overlap."""
+    tensors: dict[str, torch.Tensor] = {}
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        count = 1
+        for side in shape:
+            count *= side
+        if start != at or end - start != count * dtype.itemsize or base + end > len(data):
+            raise ValueError(f"{path} is cut off or damaged at {name}")
+        at = end
+        empty = torch.empty(shape, dtype=dtype)
+        tensors[name] = (
+            torch.frombuffer(data, dtype=dtype, count=count, offset=base + start).view(shape) if count else empty
+        )
+    if base + at != len(data):
+        raise ValueError(f"{path} has {len(data) - base - at} bytes more than its header says")
+    return tensors

@@ -1,0 +1,368 @@
+"""A cache in a file: the same bits come back, and nothing else ever does."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import build, feed, greedy, llama, llama_config, prompt, states
+from test_caches import gemma3_config, mistral_config, qwen3_next_config, reachable_bytes
+
+from hf_kvcache import KVCache, SinkWindowCache, snapshot
+
+SPECS = [
+    "full",
+    "int8",
+    "fp8",
+    "fp8_e5m2",
+    "int4(residual=8,group=8)",
+    "int2(residual=0,group=8)",
+    "k4v2(residual=8,group=8)",
+    "k8v4(residual=4,group=8,sinks=2)",
+    "sink(2,12)",
+    "int8+sink(2,12)",
+    "int4(residual=8,group=8)+sink(2,12)",
+]
+every_spec = pytest.mark.parametrize("spec", SPECS)
+
+
+def filled(spec, n=40, batch=2, dtype=torch.float32):
+    cache = KVCache.from_spec(llama_config(), spec)
+    for layer in range(2):
+        cache.update(*states(n, batch, dtype=dtype), layer)
+    return cache
+
+
+def saved(path, spec="int8", **options):
+    cache = filled(spec, **options)
+    cache.save(path)
+    return cache
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+@every_spec
+@pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
+def test_b46_a_loaded_cache_continues_with_the_same_bits(spec, attention, tmp_path):
+    """Before anything is sealed and after; in the middle of a ring; once more after the next save."""
+    model, new = llama(attention), prompt(9, 2, seed=2)
+    for n in (1, 40):
+        cache = KVCache.from_spec(model.config, spec)
+        feed(model, prompt(n, 2), cache)
+        cache.save(tmp_path / "cache")
+        loaded = KVCache.load(tmp_path / "cache", model.config)
+        assert loaded.spec == cache.spec and loaded.stats() == cache.stats()
+        for mine, theirs in zip(cache, loaded, strict=True):
+            assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+        expected = feed(model, new, cache, 3)
+        assert torch.equal(feed(model, new, loaded, 3), expected)
+        loaded.save(tmp_path / "cache")  # over the file that is mapped
+        again = KVCache.load(tmp_path / "cache", model.config)
+        assert torch.equal(feed(model, new, again, 2), feed(model, new, loaded, 2))
+
+
+@pytest.mark.parametrize("spec", ["full", "int8", "int4(residual=8,group=8)", "int8+sink(2,12)"])
+def test_b46_in_the_middle_of_a_generation(spec, tmp_path):
+    model, ids = llama("kvcache"), prompt(30)
+    cache = KVCache.from_spec(model.config, spec)
+    half = greedy(model, ids, cache, 10)
+    cache.save(tmp_path / "cache", half[:, :-1])
+    rest = greedy(model, half, cache, 10)
+    loaded = KVCache.load(tmp_path / "cache", model.config)
+    assert torch.equal(greedy(model, half, loaded, 10), rest)
+    assert torch.equal(snapshot.read(tmp_path / "cache").token_ids, half[:, :-1])
+
+
+@pytest.mark.parametrize("config", [gemma3_config, mistral_config, qwen3_next_config])
+@pytest.mark.parametrize("n", [3, 20])
+def test_native_windows_and_recurrent_states(config, n, tmp_path):
+    model, ids, new = build(config()), prompt(n), prompt(9, seed=2)
+    cache = KVCache(model.config) if config is mistral_config else KVCache(model.config, "int8")
+    feed(model, ids, cache)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model.config)
+    expected = feed(model, new, cache, 1)
+    assert torch.equal(feed(model, new, loaded, 1), expected)
+
+
+@given(
+    st.sampled_from(SPECS), st.integers(0, 45), st.integers(1, 3), st.integers(1, 12),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_and_length(tmp_path, spec, n, batch, width, dtype):
+    cache = KVCache.from_spec(llama_config(), spec)
+    if n:
+        for layer in range(2):
+            cache.update(
+                torch.randn(batch, 3, n, width + 3, dtype=dtype), torch.randn(batch, 3, n, width, dtype=dtype), layer
+            )
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", llama_config())
+    assert loaded.stats() == cache.stats() and loaded.get_mask_sizes(3) == cache.get_mask_sizes(3)
+    for mine, theirs in zip(cache.layers, loaded.layers, strict=True):
+        assert (mine.keys is None) == (theirs.keys is None)
+        if mine.keys is not None:
+            assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+
+
+@every_spec
+def test_what_is_done_to_a_loaded_cache_stays_out_of_the_file(spec, tmp_path):
+    saved(tmp_path / "cache", spec)
+    before = (tmp_path / "cache").read_bytes()
+    loaded, twin = (KVCache.load(tmp_path / "cache", llama_config()) for _ in range(2))
+    old = [layer.keys.clone() for layer in twin.layers]
+    for layer in range(2):
+        loaded.update(*states(25), layer)
+    loaded.reorder_cache(torch.tensor([1, 1]))
+    loaded.fork().batch_repeat_interleave(2)
+    assert (tmp_path / "cache").read_bytes() == before
+    assert all(torch.equal(a, layer.keys) for a, layer in zip(old, twin.layers, strict=True))
+    KVCache.load(tmp_path / "cache", llama_config())
+
+
+def test_forks_and_repeated_batches_are_saved_whole(tmp_path):
+    cache = filled("int8", 300, 1)
+    cache.batch_repeat_interleave(3)
+    for layer in range(2):
+        cache.update(*states(4, 3), layer)
+    cache.fork().save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", llama_config())
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, loaded.layers, strict=True))
+    assert loaded.batch_size == 3
+
+
+def test_the_bytes_are_those_of_the_file_and_count(tmp_path):
+    cache = saved(tmp_path / "cache", "int8", n=2000)
+    assert (tmp_path / "cache").stat().st_size < cache.nbytes + 4096  # codes, not decoded values
+    loaded = KVCache.load(tmp_path / "cache", llama_config())
+    total = sum(size for parts in loaded.memory().values() for size in parts.values())
+    assert loaded.nbytes == total == reachable_bytes(loaded) == cache.nbytes
+    twin = copy.deepcopy(loaded)
+    del loaded
+    gc.collect()
+    assert torch.equal(twin.layers[0].keys, cache.layers[0].keys)
+
+
+def test_anyone_can_read_the_file(tmp_path):
+    """It is a safetensors file, and it holds no pickle."""
+    from safetensors import safe_open
+
+    cache = filled("int8")
+    cache.save(tmp_path / "cache", torch.arange(80).view(2, 40))
+    with safe_open(tmp_path / "cache", "pt") as file:
+        about = file.metadata()
+        assert about["format"] == "hf_kvcache snapshot" and about["spec"] == "int8" and about["tokens_seen"] == "40"
+        assert torch.equal(file.get_tensor("token_ids"), torch.arange(80).view(2, 40))
+        codes = file.get_tensor("layers.1.sealed.keys.codes")
+        assert torch.equal(codes, cache.layers[1].sealed.keys.view().codes)
+    assert snapshot.read(tmp_path / "cache").tensors["token_ids"].data_ptr() % 8 == 0
+
+
+def test_spec_and_device_can_be_asked_for(tmp_path):
+    SinkWindowCache(llama_config(), 2, 12, storage="int8").save(tmp_path / "empty")
+    loaded = SinkWindowCache.load(tmp_path / "empty", llama_config(), spec="sink(2,12)+int8", device="cpu")
+    assert type(loaded) is KVCache and loaded.spec == "int8+sink(2,12)" and loaded.get_seq_length() == 0
+    saved(tmp_path / "cache")
+    meta = KVCache.load(tmp_path / "cache", llama_config(), device="meta")
+    assert meta.layers[0].device.type == "meta" and meta.layers[0].sealed.keys.view().codes.is_meta
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused(tmp_path):
+    saved(tmp_path / "cache")
+    for other in (llama_config(rope_theta=5.0), llama_config(3), llama_config(vocab_size=98)):
+        with pytest.raises(ValueError, match="another model than LlamaConfig"):
+            KVCache.load(tmp_path / "cache", other)
+    named = llama_config()
+    named._name_or_path = "elsewhere"
+    with pytest.raises(ValueError, match="another model than LlamaConfig .elsewhere."):
+        KVCache.load(tmp_path / "cache", named)
+    KVCache.load(tmp_path / "cache", llama_config(use_cache=False, attn_implementation="eager"))  # the same states
+
+
+def test_another_spec_is_refused(tmp_path):
+    saved(tmp_path / "cache")
+    with pytest.raises(ValueError, match="of spec 'int8', not 'int4'"):
+        KVCache.load(tmp_path / "cache", llama_config(), spec="int4")
+
+
+def test_token_ids_have_to_be_as_many(tmp_path):
+    with pytest.raises(ValueError, match=r"token_ids of shape \(39,\).*40 tokens"):
+        filled("int8").save(tmp_path / "cache", list(range(39)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 100, 0.5, -1])
+def test_a_truncated_file_is_refused(keep, tmp_path):
+    saved(tmp_path / "cache")
+    whole = (tmp_path / "cache").read_bytes()
+    (tmp_path / "cache").write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
+    with pytest.raises(ValueError, match="cut off|empty|damaged"):
+        KVCache.load(tmp_path / "cache", llama_config())
+    (tmp_path / "cache").write_bytes(whole + b"x")
+    with pytest.raises(ValueError, match="1 bytes more"):
+        KVCache.load(tmp_path / "cache", llama_config())
+
+
+def test_any_flipped_bit_is_noticed(tmp_path):
+    saved(tmp_path / "cache", n=3, batch=1)
+    whole = (tmp_path / "cache").read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for at in [*range(0, header, 7), *range(header, len(whole), 11), len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (tmp_path / "cache").write_bytes(damaged)
+        if whole[at : at + 1] == b" " and at < header:
+            continue  # padding
+        with pytest.raises(ValueError, match="cache"):
+            KVCache.load(tmp_path / "cache", llama_config())
+
+
+def test_foreign_files_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3)}, tmp_path / "plain")
+    torch.save({"a": 1}, tmp_path / "pickle")
+    (tmp_path / "text").write_text("hello" * 100)
+    for name in ("plain", "pickle", "text"):
+        with pytest.raises(ValueError, match=f"{name} is not a snapshot"):
+            KVCache.load(tmp_path / name, llama_config())
+    with pytest.raises(FileNotFoundError):
+        KVCache.load(tmp_path / "missing", llama_config())
+    with pytest.raises(ValueError, match="not a file"):
+        KVCache.load(tmp_path, llama_config()) if os.name != "posix" else snapshot._map(tmp_path)
+
+
+def test_a_later_version_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "VERSION", "2")
+    saved(tmp_path / "cache")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="of version 2, this library reads version 1"):
+        KVCache.load(tmp_path / "cache", llama_config())
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path):
+    """Right checksums, wrong content: whatever does not fit the spec is named before it is used."""
+    saved(tmp_path / "cache")
+    good = snapshot.read(tmp_path / "cache")
+    name = "layers.1.sealed.values.scale"
+    for changed, words in (
+        ({**good.tensors, name: good.tensors[name][:, :, :-1]}, "sealed.values.scale is .* should be"),
+        ({**good.tensors, name: good.tensors[name].double()}, "float64"),
+        ({k: v for k, v in good.tensors.items() if k != name}, "sealed.values.scale"),
+    ):
+        snapshot.write(tmp_path / "wrong", changed, good.metadata)
+        with pytest.raises(ValueError, match=words):
+            KVCache.load(tmp_path / "wrong", llama_config())
+    snapshot.write(tmp_path / "wrong", good.tensors, {**good.metadata, "layers": json.dumps([{"kind": "X"}] * 2)})
+    with pytest.raises(ValueError, match="a X was saved, the model has a KVLayer"):
+        KVCache.load(tmp_path / "wrong", llama_config())
+
+
+def test_symbolic_links_are_refused(tmp_path):
+    cache = saved(tmp_path / "cache")
+    before = (tmp_path / "cache").read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    with pytest.raises(ValueError, match="link is a symbolic link"):
+        cache.save(tmp_path / "link")
+    with pytest.raises(ValueError, match="link is a symbolic link"):
+        KVCache.load(tmp_path / "link", llama_config())
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "cache").read_bytes() == before
+
+
+def test_the_file_is_private(tmp_path):
+    old = os.umask(0)
+    try:
+        saved(tmp_path / "cache")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o600
+
+
+class FullDisk:
+    """A file that takes ``room`` bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *args):
+        return self.file.__exit__(*args)
+
+
+@pytest.mark.parametrize("room", [0, 3000, 8000])
+def test_a_full_disk_leaves_the_old_file(room, tmp_path, monkeypatch):
+    cache = saved(tmp_path / "cache")
+    before, fdopen = (tmp_path / "cache").read_bytes(), os.fdopen
+    assert len(before) > 8000
+    monkeypatch.setattr(os, "fdopen", lambda *args: FullDisk(fdopen(*args), room))
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(tmp_path / "cache")
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    assert (tmp_path / "cache").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="missing"):
+        filled("int8").save(tmp_path / "missing" / "cache")
+
+    def denied(path, *args):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PermissionError, match="cache"):
+        filled("int8").save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from hf_kvcache import KVCache
+from models import llama_config, states
+cache = KVCache.from_spec(llama_config(), "int8")
+for layer in range(2):
+    cache.update(*states(7), layer)
+os.replace = lambda *args: os.kill(os.getpid(), 9)
+cache.save({path!r})
+"""
+
+
+def test_killed_between_write_and_rename(tmp_path):
+    saved(tmp_path / "cache")
+    before = (tmp_path / "cache").read_bytes()
+    code = KILLED.format(tests=os.path.dirname(__file__), path=str(tmp_path / "cache"))
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == -9
+    left = [path.name for path in tmp_path.iterdir() if path.name != "cache"]
+    assert (tmp_path / "cache").read_bytes() == before and len(left) == 1 and left[0].endswith(".tmp")
+    assert KVCache.load(tmp_path / "cache", llama_config()).get_seq_length() == 40
