@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from eval.memory import PeakBytes
 from hf_kvcache import KVCache, plan
 from hf_kvcache.__main__ import main
 from hf_kvcache.planner import UNLIMITED, _Layer, parse_memory
-from hf_kvcache.shapes import outline
+from hf_kvcache.shapes import AnyValue, outline
 
 TOKENS = 300
 BASE = dict(
@@ -297,6 +299,14 @@ def test_limits_are_the_last_that_fit(spec):
     assert all(said.at(context=c).fits for c in (said.longest_context // 2, min(20_000, said.longest_context)))
 
 
+def test_a_plain_start_limits_what_is_encoded_later():
+    config, spec = llama_config(layers=3, hidden_size=512, num_attention_heads=8), "int2(quantize_after=20000)"
+    later = plan(config, 21_000, spec=spec)
+    assert later.at(context=20_000).total_bytes > later.total_bytes
+    said = plan(config, 21_000, spec=spec, device_memory=int(later.total_bytes / 0.8) + 10)
+    assert said.fits and said.longest_context < 20_000
+
+
 def test_limits_that_say_nothing_or_anything():
     open_ended = plan(llama_config(), 100)
     assert (open_ended.largest_batch, open_ended.longest_context, open_ended.fits) == (None, None, None)
@@ -349,6 +359,20 @@ def test_the_config_is_left_alone():
     before = config.to_dict()
     plan(config, 100, spec="int8")
     assert config.to_dict() == before and config.dtype is None and config._attn_implementation is None
+
+
+def test_a_plan_does_not_follow_later_changes_of_the_config():
+    config = llama_config()
+    said = plan(config, 100)
+    config.vocab_size = config.num_hidden_layers = 1
+    assert said.at(spec="full") == said
+
+
+def test_questions_about_values_have_an_answer_on_the_meta_device():
+    with AnyValue():
+        x = torch.empty(3, 4, device="meta")
+        assert x.sum().item() == 1 and bool((x > 0).all())
+        assert x.nonzero().shape == (0, 2)
 
 
 def test_dtype():
@@ -432,3 +456,15 @@ def test_command_line_errors(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "hf_kvcache.__main__")
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("hf_kvcache", run_name="__main__")
+
+
+def test_the_page_shows_what_is_printed(tmp_path, capsys, monkeypatch):
+    """An 8B Llama, as in docs/planning.md."""
+    sizes = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, dtype="bfloat16")
+    config.save_pretrained(tmp_path / "path" / "to")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
+    command, printed = re.findall(r"```\n(.*?)```", page, re.DOTALL)[:2]
+    assert main(command.split()[3:]) == 0
+    assert capsys.readouterr().out == printed
