@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from .planner import SPECS, plan
+from .planner import SPECS, parse_memory, plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,9 +17,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--context", type=int, default=8192, help="tokens per row, prompt and answer (default: 8192)")
     sub.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
     sub.add_argument("--memory", help="of the device, such as 80GiB or 24GB: adds what fits, with 20 %% left free")
-    sub.add_argument(
-        "--spec", nargs="+", default=None, help="the first is explained, all are compared with the usual ones"
-    )
+    sub.add_argument("--spec", nargs="+", default=None, help="the first is explained, all are in the table")
     sub.add_argument("--dtype", help="bfloat16, float16 or float32 (default: what the config says)")
     sub.add_argument("--weights", help="size of the weights, where they are not what the config says, such as 40GiB")
     sub.add_argument("--json", action="store_true", help="one object: the first spec, and all under 'table'")
@@ -37,8 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> str:
-    from .planner import parse_memory
-
     names = list(dict.fromkeys([*(args.spec or ["full"]), *SPECS]))
     weights = None if args.weights is None else parse_memory(args.weights)
     made = plan(

@@ -12,11 +12,11 @@ For ``full`` that is the exact payload, 2 * layers * KV heads * head size * toke
 for a moment, or as rows allocated ahead, is in ``workspace_bytes``, an estimate of what a decode step needs:
 
     rows allocated ahead by growing slabs (1/128, at least 16 tokens)
-    + the largest layer in the model's dtype: a slab is copied when it grows, and stock attention is handed decoded states
+    + the largest layer in the model's dtype: a growing slab is copied, and stock attention is handed decoded states
     + attention scores and probabilities of one layer in float32, and one block of codes
     + logits of one token per row, in the model's dtype and in float32
 
-Reading a long prompt at once needs more, about tokens * (2 * hidden + 3 * intermediate) values per row: feed it in chunks.
+Reading a long prompt at once needs more, for the activations of all its tokens: feed it in chunks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ VLLM_BLOCK = 16
 class Plan:
     """What a cache costs. All sizes in bytes, of the whole batch.
 
-    ``largest_batch`` (at this context) and ``longest_context`` (at this batch, ``UNLIMITED`` where the cache is bounded)
-    leave 20 % of ``device_memory`` free; they are ``None`` where memory or weights are unknown, and 0 where nothing fits.
+    ``largest_batch`` (at this context) and ``longest_context`` (at this batch; ``UNLIMITED`` where a cache is bounded)
+    leave 20 % of ``device_memory`` free. They are ``None`` where memory or weights are unknown, 0 where nothing fits.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Plan:
     batch: int
     dtype: str
     cache_bytes: int
-    bytes_by_type: dict[str, int]  # full, sliding, latent (MLA), linear (recurrent states), shared (always 0)
+    bytes_by_type: dict[str, int]  # full, sliding, latent (MLA), linear (recurrent states), shared and none (0)
     layers_by_type: dict[str, int]
     device_bytes: int  # of cache_bytes, what lies on the device
     far_bytes: int  # and what lies elsewhere
@@ -108,11 +108,9 @@ class Plan:
         for plan in (self.at(spec=name) for name in names):
             share, total = f"{plan.cache_bytes / max(full, 1):.3f}", _size(plan.total_bytes)
             rows.append((plan.spec, _size(plan.cache_bytes), share, total, *plan._limits()))
-        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))] for row in rows
-        ]
-        return "\n".join("  ".join(line) for line in lines)
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        cells = ([name.ljust(first), *map(str.rjust, numbers, widths)] for name, *numbers in rows)
+        return "\n".join("  ".join(line) for line in cells)
 
     def _limits(self) -> tuple[str, str]:
         if self.largest_batch is None or self.longest_context is None:
@@ -152,10 +150,8 @@ class Plan:
         if self.far_bytes:
             lines.insert(2, f"    elsewhere {_size(self.far_bytes):>9}")
         if self.device_memory is not None:
-            usable = f"{_size(self.device_memory)}, of which {HEADROOM:.0%} stay free"
-            lines[-1] += (
-                f"   {'fits' if self.fits else 'does not fit' if self.fits is False else 'unknown'} in {usable}"
-            )
+            verdict = {True: "fits in", False: "does not fit in", None: "of"}[self.fits]
+            lines[-1] += f"   {verdict} {_size(self.device_memory)}, of which {HEADROOM:.0%} stay free"
             batch, context = self._limits()
             lines.append(f"  largest batch {batch}; longest context at batch {self.batch} {context}")
         vllm = " ".join(f"{k} {v}" for k, v in self.vllm.items() if v)
@@ -214,7 +210,7 @@ def _plan(made: Outline, axes: dict[str, str], context: int, batch: int, memory:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a spec changes nothing for a model is seen in the numbers
         cache = KVCache(made.config, **axes)
-    layers = [_Layer(layer, made, index) for index, layer in enumerate(cache.layers)]
+    layers = _kinds(cache, made)
     by_type, count = _by_type(layers, made, context)
     total, far = sum(by_type.values()), _far_bytes(cache, layers, context)
     workspace = _workspace(layers, made, context)
@@ -239,32 +235,38 @@ def _plan(made: Outline, axes: dict[str, str], context: int, batch: int, memory:
         device_memory=memory,
         largest_batch=largest,
         longest_context=longest,
-        notes=made.notes + _warnings(cache),
+        notes=made.notes + _vllm_notes(cache),
         _outline=made,
     )
 
 
-def _warnings(cache: KVCache) -> tuple[str, ...]:
-    kept = (
-        () if not cache.retention.evicts else (f"vLLM has nothing like {cache.retention.spec!r}: it keeps all tokens",)
-    )
-    name = cache.storage.name
-    return kept if name in VLLM_DTYPES else (*kept, f"vLLM has nothing near {name!r}: its cache would be larger")
+def _vllm_notes(cache: KVCache) -> tuple[str, ...]:
+    name, retention, notes = cache.storage.name, cache.retention, []
+    if retention.evicts:
+        notes.append(f"vLLM has nothing like {retention.spec!r}: it keeps all tokens")
+    if name not in VLLM_DTYPES:
+        notes.append(f"vLLM has nothing near {name!r}")
+    return tuple(notes)
 
 
 class _Layer:
-    """Bytes of one layer for one row, as a function of the context."""
+    """Bytes of one layer for one row, as a function of the context. ``count`` layers are like it."""
 
     def __init__(self, layer: Any, made: Outline, index: int) -> None:
-        self.layer = layer
+        self.layer, self.count = layer, 1
         self.shapes = made.layers[index] if index < len(made.layers) else LayerShapes()
         self.window = getattr(layer, "sliding_window", None)
+        self.empty = _empty_kind(made)
         self.latent = self.shapes.heads == 1 and self.shapes.widths[0] == getattr(made.config, "kv_lora_rank", None)
+
+    def looks(self) -> tuple[Any, ...]:
+        """Layers with the same shapes that hold the same at these lengths are counted together."""
+        return self.kind, self.shapes, self.window, *(tuple(self.held(n)) for n in (1, 1000, 10**6, UNLIMITED))
 
     @property
     def kind(self) -> str:
         if not self.shapes.heads:
-            return "linear" if self.shapes.state_bytes else "shared"
+            return "linear" if self.shapes.state_bytes else self.empty
         return "sliding" if self.window is not None else "latent" if self.latent else "full"
 
     def held(self, context: int) -> list[Held]:
@@ -276,13 +278,15 @@ class _Layer:
         return [Held(plain.key_codec, plain.value_codec, min(context, self.window or context))]
 
     def bytes(self, context: int, ahead: bool = False) -> int:
-        """Keys and values; with ``ahead`` also the rows that growing slabs may have allocated before they are needed."""
+        """Keys and values; with ``ahead`` also the rows that growing slabs may have allocated for later tokens."""
         shapes, total = self.shapes, 0
         for run in self.held(context):
             group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
             extra = max(16, run.tokens // 128) + group if ahead and isinstance(self.layer, KVLayer) else 0
-            for codec, width, dtype in zip((run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True):
-                total += (run.tokens + extra) * row_bytes(codec, shapes.heads, width, dtype) // codec.group
+            codecs = (run.key_codec, run.value_codec)
+            for codec, width, dtype in zip(codecs, shapes.widths, shapes.dtypes, strict=True):
+                size = row_bytes(codec, shapes.heads, width, dtype)  # type: ignore[arg-type]  # (a codec is hashable)
+                total += -(-(run.tokens + extra) // codec.group) * size
             total += (run.tokens + extra) * shapes.heads * run.beside
         return total
 
@@ -291,6 +295,22 @@ class _Layer:
         shapes = self.shapes
         values = sum(width * dtype.itemsize for width, dtype in zip(shapes.widths, shapes.dtypes, strict=True))
         return sum(run.tokens for run in self.held(context)) * shapes.heads * values
+
+
+def _empty_kind(made: Outline) -> str:
+    """Why a layer has no cache of its own: it shares another's, or has no attention."""
+    shares = getattr(made.config, "num_kv_shared_layers", 0) or getattr(made.config, "kv_sharing_modes", None)
+    return "shared" if shares else "none"
+
+
+def _kinds(cache: KVCache, made: Outline) -> list[_Layer]:
+    """The layers, equal ones once."""
+    kinds: dict[Any, _Layer] = {}
+    for index, layer in enumerate(cache.layers):
+        new = _Layer(layer, made, index)
+        found = kinds.setdefault(new.looks(), new)
+        found.count += found is not new
+    return list(kinds.values())
 
 
 @lru_cache(maxsize=512)
@@ -306,28 +326,29 @@ def _by_type(layers: list[_Layer], made: Outline, context: int) -> tuple[dict[st
     count: dict[str, int] = {}
     for layer in layers:
         kind, states = layer.kind, layer.shapes.state_bytes
-        count[kind] = count.get(kind, 0) + 1
-        size[kind] = size.get(kind, 0) + layer.bytes(context)
+        count[kind] = count.get(kind, 0) + layer.count
+        size[kind] = size.get(kind, 0) + layer.count * layer.bytes(context)
         if states:
-            size["linear"] = size.get("linear", 0) + states
-    rest = made.config.num_hidden_layers - len(layers)  # older transformers make no entry for shared layers
+            size["linear"] = size.get("linear", 0) + layer.count * states
+    rest = made.config.num_hidden_layers - sum(count.values())  # older transformers make no entry for shared layers
     if rest > 0:
-        size.setdefault("shared", 0)
-        count["shared"] = count.get("shared", 0) + rest
+        kind = _empty_kind(made)
+        size.setdefault(kind, 0)
+        count[kind] = count.get(kind, 0) + rest
     return size, count
 
 
 def _far_bytes(cache: KVCache, layers: list[_Layer], context: int) -> int:
-    """Bytes per row that lie off the device: those of the layers that a placement moves, none while it is ``device``."""
+    """Bytes per row that lie off the device: none while the placement is ``device``, else those of ``KVLayer``."""
     if cache.placement == "device":
         return 0
-    return sum(layer.bytes(context) for layer in layers if isinstance(layer.layer, KVLayer))
+    return sum(layer.count * layer.bytes(context) for layer in layers if isinstance(layer.layer, KVLayer))
 
 
 def _workspace(layers: list[_Layer], made: Outline, context: int) -> int:
     """See the module; per row."""
     config, size = made.config, made.dtype.itemsize
-    ahead = sum(layer.bytes(context, ahead=True) - layer.bytes(context) for layer in layers)
+    ahead = sum(layer.count * (layer.bytes(context, ahead=True) - layer.bytes(context)) for layer in layers)
     widest = max(layer.decoded(context) for layer in layers)
     most = max(sum(run.tokens for run in layer.held(context)) for layer in layers)
     scores = 2 * 4 * most * getattr(config, "num_attention_heads", 1)

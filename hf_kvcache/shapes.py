@@ -51,8 +51,8 @@ def read_config(source: Any) -> Any:
     """The config that ``source`` names.
 
     Args:
-        source: a config object (or a model), a dict with ``model_type``, a ``config.json``, a folder that holds one, or a
-            name on the hub.
+        source: a config object (or a model), a dict with ``model_type``, a ``config.json``, a folder that holds one, or
+            a name on the hub.
 
     Raises:
         ValueError: none of these, or a model type that this transformers does not know.
@@ -76,10 +76,10 @@ def read_config(source: Any) -> Any:
 
 
 def _from_dict(settings: dict[str, Any]) -> Any:
-    kind = settings.get("model_type")
+    kind = settings.get("model_type", "")
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"model_type={kind!r} is not known to transformers {transformers.__version__}: name one, or update"
+            f"model_type={kind!r} is not known to transformers {transformers.__version__}: name one it has"
         )
     return transformers.CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(settings)))
 
@@ -119,7 +119,10 @@ def outline(source: Any, dtype: Any = None) -> Outline:
     decoder = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise ValueError(f"{type(config).__name__} is an encoder-decoder model: only decoders are planned")
+    weights: int | None
     layers, weights = _trace(decoder, found)
+    if not any(layer.heads or layer.state_bytes for layer in layers):
+        raise ValueError(f"{type(config).__name__} hands nothing to its cache: there is nothing to plan")
     notes = [assumed] if assumed else []
     if getattr(config, "quantization_config", None) is not None:
         weights = None
@@ -133,7 +136,9 @@ def outline(source: Any, dtype: Any = None) -> Outline:
 def _build(maker: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model without storage; the config is left alone."""
     with torch.device("meta"), compat.no_init_weights():
-        return maker(copy.deepcopy(config), dtype=dtype, attn_implementation="eager").eval()
+        model = maker(copy.deepcopy(config), dtype=dtype, attn_implementation="eager").eval()
+    model.tie_weights()  # part of the initialization that was left out
+    return model
 
 
 def _bytes_of(model: Any) -> int:
