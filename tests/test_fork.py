@@ -336,3 +336,20 @@ def test_inference_mode_and_grad_mode(spec):
     expected = feed(model, new[:, 3:], twin, 1)
     for one in (fork, again):
         assert torch.equal(feed(model, new[:, 3:], one, 1), expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@shared_spec
+def test_stock_attention_sees_the_very_bits_of_a_cache_that_was_never_forked(spec, attention):
+    """Our own attention adds up shared and own tokens apart: the same up to float rounding."""
+    model, ids, new = llama(attention), prompt(60), prompt(9, seed=2)
+    cache, ours = KVCache.from_spec(model.config, spec), llama("kvcache")
+    feed(model, ids, cache)
+    direct, fork = copy.deepcopy(cache), cache.fork()
+    mine = cache.fork()
+    expected = feed(model, new, direct, 2)
+    assert torch.equal(feed(model, new, fork, 2), expected)
+    mine.config = ours.config
+    for layer in mine.layers:
+        layer.config = ours.config
+    assert (feed(ours, new, mine, 2) - expected).abs().max() < (2e-4 if spec == "full" else 2e-2)
