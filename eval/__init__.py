@@ -14,4 +14,9 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `speed.py` | how fast is a step, and which bytes had to move? |
 | `plots.py` | what does that look like? |
 | `quality.py` | the command `python -m eval quality` |
+| `tasks.py` | which questions can be asked here? |
+| `run.py` | what does a cache cost in right answers? |
+| `paired.py` | is that a difference, or noise? |
+| `findings.py` | what do the records say, and how sure is it? |
+| `charts.py`, `report.py` | what does that look like, on one page? |
 """
