@@ -23,14 +23,18 @@ context, so that only a cache that kept them can tell:
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from eval import models
 
 WORD, CHOICE, COPY, GENERATE = "word", "choice", "copy", "generate"
 SHOTS = 4  # worked examples before a question of gsm8k; they are the file's first lines, and are not asked
@@ -50,7 +54,7 @@ class Made(NamedTuple):
 
     tokenizer: Any
     items: int
-    length: int  # tokens of a context, at most
+    length: int  # tokens of a context, about
     seed: int
 
 
@@ -121,17 +125,19 @@ def tracking(made: Made) -> list[Item]:
     return _fill(made, item, least=1)
 
 
-WORDS = (
-    "apple river stone cloud green paper music winter garden silver window bridge candle forest market orange pencil "
-    "rabbit school summer table travel violet water yellow basket copper dragon engine finger guitar hammer island"
-).split()
+@functools.cache
+def vocabulary() -> list[str]:
+    """A few thousand English words: those of Python's own help topics."""
+    return sorted(set(re.findall(r"\b[a-z]{4,9}\b", models.load_text().content)))
 
 
 def copy(made: Made) -> list[Item]:
     """Random words, and the same words again: every one but the first few is known to whoever kept them."""
 
     def item(draw: random.Random, words: int, index: int) -> Item:
-        text = " ".join(draw.choice(WORDS) for _ in range(words))
+        known = vocabulary()
+        rounds = [draw.sample(known, len(known)) for _ in range(-(-words // len(known)))]  # no word twice in a round
+        text = " ".join([word for one in rounds for word in one][:words])
         start = " ".join(text.split()[:4])
         return Item(f"{text}.\n\n{start}", (text.removeprefix(start),))
 
@@ -139,7 +145,7 @@ def copy(made: Made) -> list[Item]:
 
 
 def _fill(made: Made, item: Callable[[random.Random, int, int], Item], least: int) -> list[Item]:
-    """Items as large as fit in the length: `item(draw, size, index)`, the size found by bisection on the first."""
+    """Items of about the length: `item(draw, size, index)`; the size is the largest that fits the first one."""
 
     def tokens(size: int) -> int:
         one = item(random.Random(made.seed), size, 0)

@@ -253,10 +253,10 @@ def _side_fields(codec: Codec, state: Any, shape: tuple[int, int, int, int]) -> 
         assert codes.element_size() == 1 and scale.dtype is torch.float32 and scale.shape == (*codes.shape[:3], 1)
         form = EIGHT_BITS[codec.name]
         return form, codes.data_ptr(), *strides[:3], scale.data_ptr(), *scale.stride()[:3], 0, 0, 0, turned
-    form, bits = GROUPED.get(getattr(codec, "axis", "")), getattr(codec, "bits", 0)
-    if form is None or codec.name != f"int{bits}":
+    grouped, bits = GROUPED.get(getattr(codec, "axis", "")), getattr(codec, "bits", 0)
+    if grouped is None or codec.name != f"int{bits}":
         return None
-    return _grouped_fields(form, bits, codec.group, state, turned)
+    return _grouped_fields(grouped, bits, codec.group, state, turned)
 
 
 def _grouped_fields(form: int, bits: int, group: int, state: Any, turned: int) -> tuple[int, ...] | None:
