@@ -589,9 +589,8 @@ class EvictionLayer(KVLayer):
             ragged = "size" in fields
             old = self.kept_slots if name == "kept" else self.tail_slots
             slots: Any = Ragged(old.key_codec, old.value_codec) if ragged else old
-            for side, codec, width in zip(
-                ("keys", "values"), (slots.key_codec, slots.value_codec), self.widths, strict=True
-            ):
+            codecs = (slots.key_codec, slots.value_codec)
+            for side, codec, width in zip(("keys", "values"), codecs, self.widths, strict=True):
                 kind: Any = type(codec.encode(torch.empty(1, 1, 0, width)))
                 fields[side] = kind(*fields[side])
             vars(slots).update(fields)
