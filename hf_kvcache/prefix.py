@@ -476,7 +476,7 @@ class PrefixStore:
         found = snapshot.read(path)
         snapshot.check(found, config, entry.key.spec)
         facts, tokens = found.metadata, found.token_ids
-        same = (facts["namespace"], facts["extra"]) == entry.key[2:] and tokens is not None
+        same = (facts.get("namespace"), facts.get("extra")) == entry.key[2:] and tokens is not None
         if not same or not torch.equal(row(tokens), entry.tokens):
             raise ValueError(f"{path} holds another cache than it did")
         cache = KVCache.from_spec(config, entry.key.spec)

@@ -421,6 +421,21 @@ def test_a_damaged_file_is_passed_over_with_a_warning(damage, when, tmp_path):
     assert len(told) == (0 if quiet else 1) == store.stats().errors, told
 
 
+@pytest.mark.parametrize("what", ["tokens", "namespace", "by hand"])
+def test_a_file_that_another_process_replaced_is_not_served(what, tmp_path):
+    """As when names collide: right model, right spec, sound file, but another's cache."""
+    model, ids, other = llama(), prompt(40), prompt(40, seed=5)
+    store_of(model, ids, directory=tmp_path / "store").flush()
+    store = PrefixStore(PLENTY, tmp_path / "store", config=model.config)
+    store._scan()
+    (file,) = (tmp_path / "store").iterdir()
+    facts = {"namespace": "bob" if what == "namespace" else "", "extra": "", "exact_from": "0"}
+    tokens = ids if what == "namespace" else other
+    snapshot.save(fed(model, tokens), file, tokens[0], **({} if what == "by hand" else facts))
+    with pytest.warns(RuntimeWarning, match="holds another cache than it did"):
+        assert store.match(ids) == (None, 0)
+
+
 def test_a_full_disk_loses_the_entry_and_says_so(tmp_path, monkeypatch):
     model, ids = llama(), prompt(40)
     store = PrefixStore(1, tmp_path / "store")
