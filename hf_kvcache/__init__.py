@@ -6,7 +6,7 @@ model.generate(**inputs, past_key_values=cache)
 """
 
 from .attention import register
-from .caches import CacheStats, KVCache, QuantizedCache, SinkWindowCache
+from .caches import CacheStats, KVCache, OffloadedCache, QuantizedCache, SinkWindowCache
 
-__all__ = ["CacheStats", "KVCache", "QuantizedCache", "SinkWindowCache", "register"]
+__all__ = ["CacheStats", "KVCache", "OffloadedCache", "QuantizedCache", "SinkWindowCache", "register"]
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ token-by-token feeding agree.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from . import compat
 from .attention import NAME, History, Part, Stored, full_precision, has_triton
 from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
+from .placement import Home
 from .retention import Retention
 from .spec import Storage
 from .store import Slab, concat, slot_tokens
@@ -27,15 +29,24 @@ MASKABLE = ("sdpa", "eager")
 
 
 class Run:
-    """Keys and values of one run of tokens, each in a slab of its own codec. Lengths are in tokens."""
+    """Keys and values of one run of tokens, each in a slab of its own codec. Lengths are in tokens.
+
+    ``make`` says what kind of slab, that is where the bytes live.
+    """
 
     def __init__(
-        self, key_codec: Codec, value_codec: Codec, limit: int | None = None, pinned: int = 0, phase: int = 0
+        self,
+        key_codec: Codec,
+        value_codec: Codec,
+        limit: int | None = None,
+        pinned: int = 0,
+        phase: int = 0,
+        make: Callable[..., Slab] = Slab,
     ) -> None:
         self.key_codec, self.value_codec = key_codec, value_codec
         self.limit, self.pinned = limit, pinned
         self.keys, self.values = (
-            Slab(None if limit is None else limit // codec.group, pinned, phase, codec.group)
+            make(None if limit is None else limit // codec.group, pinned, phase, codec.group)
             for codec in (key_codec, value_codec)
         )
 
@@ -56,7 +67,8 @@ class Run:
     def fuses(self, plain: Part) -> bool:
         """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
         codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
-        return codecs and plain.keys.values.is_cuda and self.keys.state is not None and has_triton()
+        in_place = self.keys.in_place and self.keys.state is not None
+        return codecs and plain.keys.values.is_cuda and in_place and has_triton()
 
     def append_one(self, plain: Part) -> None:
         """Encode one token straight into its slot."""
@@ -120,15 +132,18 @@ class KVLayer(compat.CacheLayerMixin):
         retention: which tokens stay.
         config: the decoder's config; its ``_attn_implementation`` says at every call who reads the result.
         index: the layer's number, for messages and for spreading growth over steps.
+        home: where sealed tokens live, if not on the device.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, storage: Storage, retention: Retention, config: Any, index: int) -> None:
+    def __init__(
+        self, storage: Storage, retention: Retention, config: Any, index: int, home: Home | None = None
+    ) -> None:
         # CacheLayerMixin.__init__ would assign `keys` and `values`, which are views of the store here.
         self.storage, self.retention = storage, retention
-        self.config, self.index = config, index
+        self.config, self.index, self.home = config, index, home
         self.is_initialized = False
         self.reset()
 
@@ -140,7 +155,10 @@ class KVLayer(compat.CacheLayerMixin):
         limit = None if window is None else -(-window // storage.group) * storage.group + pinned
         self.apart = 0 if storage.lossless else max(sinks, storage.sinks)
         self.sinks = Run(full, full, phase=self.index)
-        self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
+        if self.home is not None:
+            self.home.clear()
+        make = Slab if self.home is None else self.home.slab
+        self.sealed = Run(storage.key_codec, storage.value_codec, limit, pinned, self.index, make)
         self.tail = Run(full, full)
         self.seen = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
@@ -222,6 +240,8 @@ class KVLayer(compat.CacheLayerMixin):
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
         new = keys.shape[2]
+        if self.home is not None:
+            self.home.enter(keys.device)
         layout = self._layout(new, ordered)
         visible = self._visible(layout, new, ordered, positions_known)
         own = max(layout.sinks - self.seen, 0)  # of the new tokens, those that are sinks
