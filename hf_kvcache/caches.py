@@ -112,6 +112,8 @@ class KVCache(compat.Cache):
                 "have a native window and keep it",
                 stacklevel=4,
             )
+        if self._offloader is not None and not self._offloader.homes:
+            warnings.warn(f"{self.spec!r} offloads nothing: no full attention layer is left to offload", stacklevel=4)
         return layers
 
     def _numbers(self, name: str, layers: tuple[int, ...] | str, count: int) -> set[int]:

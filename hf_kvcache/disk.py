@@ -91,8 +91,13 @@ class LayerFile:
     def piece(self, side: int, block: int) -> torch.Tensor:
         """One piece of one record, [size] uint8."""
         assert self.mapped is not None
+        self.check()
         start = block * self.record + sum(self.sizes[:side])
         return self.mapped[start : start + self.sizes[side]]
+
+    def close(self) -> None:
+        """Remove it. What is mapped stays readable."""
+        self._finalizer()
 
     def check(self) -> None:
         """Raise ``OSError`` if the file has lost bytes: reading beyond its end would kill the process."""

@@ -147,9 +147,9 @@ class Offloader:
         if self.current is not None and self.current is not home:
             self.current.discard()
         home.bring()
-        if self.coming is not None:  # a layer was left out
+        if self.coming is not None and self.coming is not home:  # a layer was left out
             self.coming.discard()
-        self.current = home
+        self.current, self.coming = home, None
         following = self.homes[(self.homes.index(home) + 1) % len(self.homes)]
         if following is not home and following.device is not None and not following.in_place:
             self.coming = following
@@ -182,6 +182,8 @@ class Home:
     def clear(self) -> None:
         """As new."""
         self.discard()
+        if self.file is not None:
+            self.file.close()
         self.slabs, self.device, self.file = [], None, None
 
     def slab(self, limit: int | None = None, pinned: int = 0, phase: int = 0, group: int = 1) -> FarSlab:
@@ -299,6 +301,8 @@ class Home:
     def _write(self, blocks: list[int], sides: list[DiskRows], folder: Folder) -> None:
         sizes = [side.size for side in sides]
         if self.file is None or self.file.sizes != sizes:  # of another batch size: by now everything is in memory
+            if self.file is not None:
+                self.file.close()
             self.file = LayerFile(folder, self.index, sizes)
         try:
             for block in blocks:
@@ -310,8 +314,9 @@ class Home:
 
     def reserve(self, tokens: int) -> None:
         """Room on the disk for the blocks that ``tokens`` more tokens will fill."""
-        if self.file is None or self.in_place:
+        if self.file is None:
             return
+        self.file.check()
         slab = self.slabs[0]
         assert isinstance(slab.rows, DiskRows)
         rows = len(slab) + -(-tokens // slab.group)
@@ -378,7 +383,7 @@ class FarSlab(Slab):
         layout = Layout(state)
         self.row_bytes = layout.row_bytes
         if not self.home.in_place:
-            self.rows, self.held = self.home.make_rows(layout, self.group), layout.empty(0, state[0].device)
+            self.rows = self.home.make_rows(layout, self.group)
 
     def _leave(self, state: Any) -> None:
         """Send out what is no longer hot."""

@@ -137,7 +137,7 @@ class HostRows:
 
     def _grow(self, rows: int) -> None:
         first = self.room
-        rows = max(rows, first // 4)
+        rows = max(rows, first // 4, 16 if first else 0)
         if self.pin:  # the allocator rounds pinned memory up to a power of two: use what it takes
             most = 1 << (self.layout.offsets(rows)[-1] - 1).bit_length()
             rows = max(rows, (most - ALIGN * len(self.layout.sizes)) // self.layout.row_bytes)

@@ -13,6 +13,7 @@ made after the allocation, and ``Ticket`` makes the current stream wait for it b
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -163,7 +164,7 @@ class Ticket:
     """A job under way. Its targets must not be freed before somebody has waited; the last resort is the collector."""
 
     def __init__(self, lane: Lane | ReadAhead, job: Callable[[], None], size: int) -> None:
-        self.lane, self.size = lane, size  # size in bytes
+        self.lane, self.size, self.owner = lane, size, os.getpid()  # size in bytes
         self.open, self.inner = True, lane.issue(job)
 
     def wait(self) -> bool:
@@ -185,7 +186,7 @@ class Ticket:
             pass
 
     def __del__(self) -> None:
-        if self.open:
+        if self.open and self.owner == os.getpid():  # a forked child has no thread that would do the job
             self.abandon()
 
 
