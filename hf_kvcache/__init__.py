@@ -6,7 +6,7 @@ model.generate(**inputs, past_key_values=cache)
 """
 
 from .attention import register
-from .caches import CacheStats, EvictionCache, KVCache, QuantizedCache, SinkWindowCache
+from .caches import CacheStats, EvictionCache, KVCache, OffloadedCache, QuantizedCache, SinkWindowCache
 from .planner import plan
 from .prefix import PrefixStore, StoreStats, content_hash, generate_with_prefix, rewind
 
@@ -14,6 +14,7 @@ __all__ = [
     "CacheStats",
     "EvictionCache",
     "KVCache",
+    "OffloadedCache",
     "PrefixStore",
     "QuantizedCache",
     "SinkWindowCache",

@@ -563,7 +563,7 @@ def register(compiled: bool | None = None) -> None:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off: codes and scores need the precision they are computed in."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

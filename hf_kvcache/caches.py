@@ -1,7 +1,7 @@
 """How do I make one? A config becomes a list of layers; nothing here touches a tensor's values.
 
     KVCache(config, storage, retention, placement)      the general one
-    QuantizedCache, SinkWindowCache                     the same with one axis spelt out
+    QuantizedCache, SinkWindowCache, OffloadedCache     the same with one axis spelt out
     KVCache.from_spec(config, "int8+sink(4,508)")       the same from one string
 
 Full-attention layers get a ``KVLayer``. Sliding and chunked layers keep their native window (it is small already),
@@ -24,6 +24,7 @@ from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
 from .masked import FED_TWICE, watched
+from .placement import Offload, Offloader
 from .retention import Importance, Retention, SinkWindow
 
 
@@ -31,8 +32,9 @@ from .retention import Importance, Retention, SinkWindow
 class CacheStats:
     """Counters of a cache, in tokens per row of one full-attention layer and in bytes.
 
-    ``bytes_out`` and ``bytes_in`` count what left the device and came back, ``waits`` the fetches waited for; they stay
-    0 while everything is placed on the device.
+    Of an offloaded cache, ``bytes_out`` is what was written to the far tier, ``bytes_in`` what attention read of it (as
+    a copy, or in place where the model runs on the CPU), and ``waits`` the fetches that attention had to wait for. They
+    stay 0 while everything is placed on the device.
     """
 
     tokens_seen: int
@@ -51,7 +53,7 @@ class KVCache(compat.Cache):
         config: ``model.config`` (not a copy: its attention implementation is read at every call).
         storage: ``"full"``, ``"int8"``, ``"fp8"``, ``"fp8_e5m2"``, ``"int4"``, ``"int2"``, ``"k4v2"``, ... (options).
         retention: ``"all"`` or ``"sink(sinks,window)"``.
-        placement: ``"device"``.
+        placement: ``"device"``, ``"cpu"`` or ``"disk(/path)"`` (options: see ``OffloadedCache``).
         skip_layers: layers that stay in full precision; negative numbers count from the end.
 
     Raises:
@@ -63,7 +65,7 @@ class KVCache(compat.Cache):
         config: Any,
         storage: str = "full",
         retention: str | Retention = "all",
-        placement: str = "device",
+        placement: str | Offload = "device",
         *,
         skip_layers: int | str | Sequence[int] = (),
     ) -> None:
@@ -74,6 +76,7 @@ class KVCache(compat.Cache):
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
         self._refuse_position_bias()
+        self._offloader = Offloader(self.placement) if isinstance(self.placement, Offload) else None
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
         self._first = attends.index(True)
@@ -95,8 +98,11 @@ class KVCache(compat.Cache):
 
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)
-        skip = self._skipped(len(stock))
-        layers = [self._make_layer(layer, index, len(stock), index in skip) for index, layer in enumerate(stock)]
+        skip, keep = self._numbers("skip_layers", self.storage.skip_layers, len(stock)), set(range(len(stock)))
+        if isinstance(self.placement, Offload):
+            keep = self._numbers("keep_layers", self.placement.keep_layers, len(stock))
+        self._refuse_far_eviction()
+        layers = [self._make_layer(layer, i, len(stock), i in skip, i in keep) for i, layer in enumerate(stock)]
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
             raise ValueError(
                 f"{type(self.config).__name__} has no attention layers whose keys and values could be cached"
@@ -107,23 +113,32 @@ class KVCache(compat.Cache):
                 "have a native window and keep it",
                 stacklevel=4,
             )
+        if self._offloader is not None and not self._offloader.homes:
+            warnings.warn(f"{self.spec!r} offloads nothing: no full attention layer is left to offload", stacklevel=4)
         return layers
 
-    def _skipped(self, count: int) -> set[int]:
-        layers = self.storage.skip_layers
+    def _numbers(self, name: str, layers: tuple[int, ...] | str, count: int) -> set[int]:
         if layers == "ends":
             return {0, count - 1}
         outside = [index for index in layers if not -count <= int(index) < count]
         if outside:
-            raise ValueError(f"skip_layers={outside}: the model has {count} layers")
+            raise ValueError(f"{name}={outside}: the model has {count} layers")
         return {int(index) % count for index in layers}
 
-    def _make_layer(self, stock: Any, index: int, layers: int, skip: bool) -> Any:
+    def _refuse_far_eviction(self) -> None:
+        if isinstance(self.placement, Offload) and isinstance(self.retention, Importance):
+            raise ValueError(
+                f"{self.spec!r}: importance eviction replaces single tokens in place, which a far tier cannot do: "
+                "use retention 'all' or 'sink', or placement 'device'"
+            )
+
+    def _make_layer(self, stock: Any, index: int, layers: int, skip: bool, keep: bool) -> Any:
         if compat.is_plain_full_attention(stock):
             storage = specs.storage("full") if skip else self.storage
             if isinstance(self.retention, Importance):
                 return EvictionLayer(storage, self.retention, self.config, index, layers)
-            return KVLayer(storage, self.retention, self.config, index)
+            home = None if keep or self._offloader is None else self._offloader.home(index, storage.residual)
+            return KVLayer(storage, self.retention, self.config, index, home)
         if type(stock) is compat.DynamicSlidingWindowLayer:
             return WindowLayer(stock.sliding_window)
         if compat.is_stock_layer(stock):
@@ -151,7 +166,7 @@ class KVCache(compat.Cache):
     @property
     def spec(self) -> str:
         """The canonical string that ``from_spec`` turns into a cache like this one."""
-        parts = [self.storage.spec, self.retention.spec, self.placement]
+        parts = [self.storage.spec, self.retention.spec, self.placement.spec]
         return "+".join(part for part in parts if part not in ("full", "all", "device")) or "full"
 
     def __repr__(self) -> str:
@@ -169,16 +184,26 @@ class KVCache(compat.Cache):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
         if layer_idx != self._first:
-            return layer.update(key_states, value_states, *args, **kwargs)
+            return self._update_layer(layer, key_states, value_states, *args, **kwargs)
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
         self._check_positions(positions, new)
-        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if self._offloader is not None:
+            self._offloader.begin(new)
+        keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
         if isinstance(layer, WindowLayer) and seen and new > 1 and positions is None:
             # Without position ids only the mask shows a prompt that is fed twice (KVLayer does the same).
             if self.config._attn_implementation in MASKABLE:
                 keys = watched(keys, seen, new)
         return keys, values
+
+    def _update_layer(self, layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        try:
+            return layer.update(*args, **kwargs)
+        except OSError:  # a full disk
+            if self._offloader is not None and self._offloader.forwards <= 1:
+                self.reset()  # there was nothing before this forward
+            raise
 
     def _check_positions(self, positions: torch.Tensor | None, new: int) -> None:
         """A prompt that is fed twice comes with positions that were seen before."""
@@ -302,11 +327,21 @@ class KVCache(compat.Cache):
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
         super().reset()
+        if self._offloader is not None:
+            self._offloader.reset()
         self._start()
+
+    def close(self) -> None:
+        """Forget everything and remove what is on disk. Using the cache again begins anew."""
+        self.reset()
+        if self._offloader is not None:
+            self._offloader.close()
 
     def fork(self) -> KVCache:
         """A cache that continues from here on its own. Both share the stored tokens, which never change; ``nbytes`` of
-        each counts all that it reaches."""
+        each counts all that it reaches. An offloaded cache is copied: its files and lanes are its own."""
+        if self._offloader is not None:
+            return copy.deepcopy(self)
         new = copy.copy(self)
         new.layers = [
             layer.fork() if isinstance(layer, (KVLayer, WindowLayer)) else copy.deepcopy(layer) for layer in self.layers
@@ -381,24 +416,32 @@ class KVCache(compat.Cache):
 
         Parts: ``payload`` (codes, or plain values where nothing is encoded), ``scales``, ``residual`` (full-precision
         tokens beside encoded ones), ``indices`` and ``scores`` (of importance eviction), ``window`` (native sliding
-        layers and recurrent states), ``spare`` (allocated rows not yet used).
+        layers and recurrent states), ``spare`` (allocated rows not yet used), ``staging`` (copies of offloaded layers).
         """
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
+        tiers = {"device": parts}
+        if self._offloader is not None:
+            names = ("device", "cpu", "disk")[: 2 if self._offloader.placement.tier == "cpu" else 3]
+            tiers = {tier: {**parts, "staging": 0} for tier in names}
+            tiers["cpu"]["staging"] = self._offloader.staging()
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
-                parts["window"] += sum(t.untyped_storage().nbytes() for t in tensors_of(layer))
+                tiers["device"]["window"] += sum(t.untyped_storage().nbytes() for t in tensors_of(layer))
                 continue
-            for name, size in layer.bytes_by_part().items():
-                parts[name] += size
-        return {"device": parts}
+            for tier, sizes in layer.bytes_by_tier().items():
+                for name, size in sizes.items():
+                    tiers[tier][name] += size
+        return tiers
 
     def stats(self) -> CacheStats:
         """Tokens seen, kept, evicted and quantized (per row), and bytes moved."""
         ours = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        moved = self._offloader
+        moves = (0, 0, 0) if moved is None else (moved.bytes_out, moved.bytes_in, moved.waits)
         if not ours:
             return CacheStats(self.get_seq_length(), self.get_seq_length(), 0, 0)
         quantized = max(layer.quantized for layer in ours)
-        return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized)
+        return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized, *moves)
 
 
 class QuantizedCache(KVCache):
@@ -460,6 +503,40 @@ class SinkWindowCache(KVCache):
         super().__init__(config, retention=retention, **_known(options, "storage", "placement", "skip_layers"))
 
 
+class OffloadedCache(KVCache):
+    """``KVCache`` whose sealed tokens live in host memory, or on disk when a directory is given.
+
+    Args:
+        device: ``"cpu"``.
+        directory: where the files go, made if it does not exist; no symlink, and not writable by everyone.
+        keep_layers: layers that stay on the device; negative numbers count from the end, "ends" is first and last.
+        keep_recent: so many of the last tokens of each layer stay on the device, too.
+        max_pinned: most bytes of pinned host memory (CUDA); what is beyond it is slower. ``None``: any number.
+
+    Raises:
+        ValueError: another device, a directory that is refused, or as ``KVCache``.
+        OSError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        device: str | torch.device = "cpu",
+        directory: str | os.PathLike[str] | None = None,
+        keep_layers: int | str | Sequence[int] = (),
+        keep_recent: int = 0,
+        *,
+        max_pinned: int | None = None,
+        _stage: bool = False,
+        **options: Any,
+    ) -> None:
+        if str(device) != "cpu":
+            raise ValueError(f"OffloadedCache: device={str(device)!r}; known is 'cpu', and directory= for the disk")
+        layers = specs.layer_numbers("keep_layers", keep_layers)
+        placement = Offload(directory, layers, keep_recent, max_pinned, _stage)
+        super().__init__(config, placement=placement, **_known(options, "storage", "retention", "skip_layers"))
+
+
 def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
     for name in options:
         if name not in names:
@@ -467,15 +544,17 @@ def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return options
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor reachable from a layer, but not through the model's config."""
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_of(item)
+            yield from tensors_of(item, seen)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_of(item)
-    elif hasattr(value, "__dict__") and not hasattr(value, "get_text_config"):
-        yield from tensors_of(vars(value))
+            yield from tensors_of(item, seen)
+    elif hasattr(value, "__dict__") and not hasattr(value, "get_text_config") and id(value) not in seen:
+        seen.add(id(value))
+        yield from tensors_of(vars(value), seen)

@@ -493,7 +493,7 @@ class EvictionLayer(KVLayer):
         states = states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1]))
         return states.masked_fill((found.gather(-1, order) < 0)[..., None], 0.0)
 
-    def bytes_by_part(self) -> dict[str, int]:
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by part: codes or plain values, scales, plain tokens beside encoded ones, positions and scores."""
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "spare"), 0)
         for slots in self._containers():
@@ -507,7 +507,7 @@ class EvictionLayer(KVLayer):
         beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
         parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
         parts["indices"] += 0 if self.own is None else self.own.untyped_storage().nbytes()
-        return parts
+        return {"device": parts}
 
     # -- transformers: changing --------------------------------------------------------------------------------------
 

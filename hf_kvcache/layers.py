@@ -10,6 +10,7 @@ token-by-token feeding agree.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from . import compat, cpu_decode
 from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
 from .codecs import CODECS, Codec, PerToken
 from .masked import ASK_FOR_OURS, Visible
+from .placement import Home
 from .retention import Retention
 from .rope import find_rope
 from .spec import Storage
@@ -28,15 +30,24 @@ MASKABLE = ("sdpa", "eager")
 
 
 class Run:
-    """Keys and values of one run of tokens, each in a slab of its own codec. Lengths are in tokens."""
+    """Keys and values of one run of tokens, each in a slab of its own codec. Lengths are in tokens.
+
+    ``make`` says what kind of slab, that is where the bytes live.
+    """
 
     def __init__(
-        self, key_codec: Codec, value_codec: Codec, limit: int | None = None, pinned: int = 0, phase: int = 0
+        self,
+        key_codec: Codec,
+        value_codec: Codec,
+        limit: int | None = None,
+        pinned: int = 0,
+        phase: int = 0,
+        make: Callable[..., Slab] = Slab,
     ) -> None:
         self.key_codec, self.value_codec = key_codec, value_codec
         self.limit, self.pinned = limit, pinned
         self.keys, self.values = (
-            Slab(None if limit is None else limit // codec.group, pinned, phase, codec.group)
+            make(None if limit is None else limit // codec.group, pinned, phase, codec.group)
             for codec in (key_codec, value_codec)
         )
 
@@ -57,7 +68,8 @@ class Run:
     def fuses(self, plain: Part) -> bool:
         """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
         codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
-        if not (codecs and plain.keys.values.is_cuda and self.keys.state is not None and has_triton()):
+        in_place = self.keys.in_place and self.keys.state is not None
+        if not (codecs and plain.keys.values.is_cuda and in_place and has_triton()):
             return False
         from .triton_decode import can_append
 
@@ -155,15 +167,18 @@ class KVLayer(compat.CacheLayerMixin):
         retention: which tokens stay.
         config: the decoder's config; its ``_attn_implementation`` says at every call who reads the result.
         index: the layer's number, for messages and for spreading growth over steps.
+        home: where sealed tokens live, if not on the device.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, storage: Storage, retention: Retention, config: Any, index: int) -> None:
+    def __init__(
+        self, storage: Storage, retention: Retention, config: Any, index: int, home: Home | None = None
+    ) -> None:
         # CacheLayerMixin.__init__ would assign `keys` and `values`, which are views of the store here.
         self.storage, self.retention = storage, retention
-        self.config, self.index = config, index
+        self.config, self.index, self.home = config, index, home
         self.rope = find_rope(config, index) if retention.reposition else None
         self.is_initialized = False
         self.reset()
@@ -176,7 +191,10 @@ class KVLayer(compat.CacheLayerMixin):
         limit = None if window is None else -(-window // storage.group) * storage.group + pinned
         self.apart = 0 if storage.lossless else max(sinks, storage.sinks)
         self.sinks = Run(full, full, phase=self.index)
-        self.sealed = Run(storage.key_codec, storage.value_codec, limit=limit, pinned=pinned, phase=self.index)
+        if self.home is not None:
+            self.home.clear()
+        make = Slab if self.home is None else self.home.slab
+        self.sealed = Run(storage.key_codec, storage.value_codec, limit, pinned, self.index, make)
         self.tail = Run(full, full)
         self.seen = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
@@ -274,6 +292,8 @@ class KVLayer(compat.CacheLayerMixin):
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
         new = keys.shape[2]
+        if self.home is not None:
+            self.home.enter(keys.device)
         layout = self._layout(new, ordered)
         visible = self._visible(layout, new, ordered, positions_known)
         own = max(layout.sinks - self.seen, 0)  # of the new tokens, those that are sinks
@@ -313,7 +333,9 @@ class KVLayer(compat.CacheLayerMixin):
         ``None`` for all else: another shape or dtype, gradients, a group to seal, a mask of our own.
         """
         storage, seen = self.storage, self.seen
-        if not self.is_initialized or seen < self.apart or not cpu_decode.appends(keys, values):
+        if self.home is not None or not self.is_initialized or seen < self.apart:
+            return None
+        if not cpu_decode.appends(keys, values):
             return None
         rows = (self.batch_size, self.heads, 1)
         if keys.shape != (*rows, self.widths[0]) or values.shape != (*rows, self.widths[1]):
@@ -454,15 +476,17 @@ class KVLayer(compat.CacheLayerMixin):
         """Tokens held in encoded form, per row."""
         return 0 if self.storage.lossless else len(self.sealed)
 
-    def bytes_by_part(self) -> dict[str, int]:
-        """Bytes by part, as ``KVCache.memory`` names them."""
-        parts: dict[str, int] = {}
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and part, as ``KVCache.memory`` names them."""
+        tiers: dict[str, dict[str, int]] = {}
         for run in self.runs:
             for slab in run.slabs:
-                for name, size in slab.bytes_by_part().items():
-                    name = "residual" if name == "payload" and run is not self.sealed else name
-                    parts[name] = parts.get(name, 0) + size
-        return parts
+                for tier, sizes in slab.bytes_by_tier().items():
+                    parts = tiers.setdefault(tier, {})
+                    for name, size in sizes.items():
+                        name = "residual" if name == "payload" and run is not self.sealed else name
+                        parts[name] = parts.get(name, 0) + size
+        return tiers
 
     @property
     def runs(self) -> tuple[Run, Run, Run]:
@@ -522,7 +546,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, next to each other; sealed tokens without a limit are shared, not copied."""
-        for slab in self.sealed.slabs if self.sealed.limit is None else ():
+        for slab in self.sealed.slabs if self.sealed.limit is None and self.home is None else ():
             slab.freeze()
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 

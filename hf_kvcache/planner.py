@@ -290,6 +290,16 @@ class _Layer:
             total += (run.tokens + extra) * shapes.heads * run.beside
         return total
 
+    def far(self, context: int) -> int:
+        """Bytes of the sealed tokens that a placement moves off the device; see ``placement``."""
+        home, shapes = self.layer.home, self.shapes
+        if home is None or not shapes.heads:
+            return 0
+        run = self.layer.held_at(context)[1]
+        tokens = max(run.tokens - home.recent, 0)
+        sides = zip((run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True)
+        return sum(tokens * row_bytes(codec, shapes.heads, w, dtype) // codec.group for codec, w, dtype in sides)
+
     def decoded(self, context: int) -> int:
         """Keys and values in the model's dtype."""
         shapes = self.shapes
@@ -340,9 +350,9 @@ def _by_type(layers: list[_Layer], made: Outline, context: int) -> tuple[dict[st
 
 def _far_bytes(cache: KVCache, layers: list[_Layer], context: int) -> int:
     """Bytes per row that lie off the device: none while the placement is ``device``, else those of ``KVLayer``."""
-    if cache.placement == "device":
+    if not cache.placement.offloads:
         return 0
-    return sum(layer.count * layer.bytes(context) for layer in layers if isinstance(layer.layer, KVLayer))
+    return sum(layer.far(context) for layer in layers if isinstance(layer.layer, KVLayer))
 
 
 def _workspace(layers: list[_Layer], made: Outline, context: int) -> int:

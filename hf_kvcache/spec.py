@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 from .codecs import ALIASES, CODECS, NEVER, Codec, PerToken, find_codec
 from .lowbit import GroupedCodec
+from .placement import Offload, OnDevice
 from .retention import OPTIONS, Retention, make_retention
 
-PLACEMENTS = ("device",)
 FLAGS = ("pyramid", "adaptive", "reposition")  # options that may be given by their name alone
+PLACEMENTS = {"device": (), "cpu": ("keep_layers", "keep_recent", "max_pinned")}
+PLACEMENTS["disk"] = PLACEMENTS["cpu"]  # after the path
 STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
 PART = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
@@ -115,7 +117,7 @@ def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) ->
     if wrong:
         raise ValueError(f"storage {name!r} has no option {', '.join(wrong)!r}: known are {', '.join(defaults)}")
     options = {**defaults, **given}
-    options["skip_layers"] = _indices(given.get("skip_layers", skip_layers))
+    options["skip_layers"] = layer_numbers("skip_layers", given.get("skip_layers", skip_layers))
     for key in ("sinks", "residual", "quantize_after"):
         value = options.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -171,12 +173,33 @@ def retention(part: str | Retention) -> Retention:
     return make_retention(name, *args, **options)
 
 
-def placement(part: str) -> str:
-    """The placement that a part names; only ``device`` so far."""
+def placement(part: str | OnDevice | Offload) -> OnDevice | Offload:
+    """The placement that a part names; ``ValueError`` for an unknown name or option."""
+    if isinstance(part, (OnDevice, Offload)):
+        return part
     name, args, options = parse_part(part)
-    if name not in PLACEMENTS or args or options:
-        raise ValueError(f"unknown placement {part!r}: known are {', '.join(PLACEMENTS)}")
-    return name
+    if name not in PLACEMENTS:
+        raise ValueError(f"unknown placement {part!r}: known are device, cpu and disk(/path)")
+    directory = None
+    if name == "disk":
+        directory, args, options = _path_and_options(part)
+    unknown = [*map(str, args), *(key for key in options if key not in PLACEMENTS[name])]
+    if unknown:
+        known = ", ".join(PLACEMENTS[name]) or "none"
+        raise ValueError(f"placement {name!r} has no option {', '.join(unknown)!r}: known are {known}")
+    if name == "device":
+        return OnDevice()
+    layers = layer_numbers("keep_layers", options.pop("keep_layers", ()))
+    return Offload(directory, layers, **options)
+
+
+def _path_and_options(part: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """``"disk(/path,keep_recent=8)"``: the path may hold anything but a comma followed by an option."""
+    inside = part.strip()[len("disk") :].strip()[1:-1]
+    path, *rest = re.split(r",(?=\s*[a-z_]+\s*=)", inside)
+    if not path.strip():
+        raise ValueError("placement 'disk' needs a directory: disk(/path)")
+    return path.strip(), *parse_part(f"disk({','.join(rest)})")[1:]
 
 
 def _value(text: str) -> Any:
@@ -188,15 +211,16 @@ def _value(text: str) -> Any:
     return text
 
 
-def _indices(layers: int | str | Sequence[int]) -> tuple[int, ...] | str:
+def layer_numbers(name: str, layers: int | str | Sequence[int]) -> tuple[int, ...] | str:
+    """What is given for ``skip_layers`` or ``keep_layers``, as a tuple or ``"ends"``."""
     if layers == "ends":
         return "ends"
     if isinstance(layers, str):
         layers = [_value(item) for item in layers.split("|") if item]
     if not isinstance(layers, (int, list, tuple, set, frozenset, range)):
-        raise ValueError(f"skip_layers={layers!r}: give layer numbers, or 'ends'")
+        raise ValueError(f"{name}={layers!r}: give layer numbers, or 'ends'")
     layers = (layers,) if isinstance(layers, int) else tuple(layers)
     for index in layers:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise ValueError(f"skip_layers: {index!r} is not a layer number")
+            raise ValueError(f"{name}: {index!r} is not a layer number")
     return layers

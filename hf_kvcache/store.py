@@ -104,6 +104,8 @@ class Slab:
         group: what the codec encodes together; a slab counts such groups as one token.
     """
 
+    in_place = True  # ``state`` is where the rows live: a kernel may write into it
+
     def __init__(self, limit: int | None = None, pinned: int = 0, phase: int = 0, group: int = 1) -> None:
         self.limit, self.pinned, self.phase, self.group = limit, pinned, phase, group
         self.frozen: tuple[State, ...] = ()  # shared with forks, before the rows in ``state``; never written
@@ -286,6 +288,10 @@ class Slab:
     def clear(self) -> None:
         self.frozen, self.state, self.shared = (), None, False
         self.appended, self.capacity, self.grown = 0, 0, False
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and part."""
+        return {"device": self.bytes_by_part()}
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes by part: payload (codes or plain values), scales, and rows not yet used."""
