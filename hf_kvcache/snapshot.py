@@ -134,9 +134,7 @@ def as_ids(token_ids: Any, seen: int) -> torch.Tensor:
 
 def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if getattr(layer, "home", None) is not None:
-        raise ValueError(
-            "an offloaded cache cannot be saved: use placement 'device' for caches to be saved"
-        )
+        raise ValueError("an offloaded cache cannot be saved: use placement 'device' for caches to be saved")
     if isinstance(layer, EvictionLayer):
         return {
             "kind": "EvictionLayer",

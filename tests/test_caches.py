@@ -1243,7 +1243,6 @@ def test_a_wrong_spec_is_named_with_what_is_known(text, words):
         (lambda c: QuantizedCache(c, "full"), ["full", "KVCache"]),
         (lambda c: QuantizedCache(c, window=3), ["window", "retention", "placement", "skip_layers"]),
         (lambda c: SinkWindowCache(c, budget=3), ["budget", "storage", "placement", "skip_layers"]),
-        (lambda c: SinkWindowCache(c, reposition=True), ["reposition"]),
         (lambda c: SinkWindowCache(c, sinks=-1), ["sinks", "-1"]),
         (lambda c: SinkWindowCache(c, window=True), ["window", "True"]),
     ],

@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from hf_kvcache import KVCache, OffloadedCache, disk, placement, transfer
 from hf_kvcache.attention import Stored
 from hf_kvcache.placement import FarSlab
+from hf_kvcache.store import repeat_rows
 from hf_kvcache.tiers import HostRows, Layout
 
 LOW = "(group=4,residual=8,sinks=2)"
@@ -82,31 +83,43 @@ class Twins:
 
 
 def same_parts(expected: Stored, got: Stored) -> None:
-    """The same bits, in the same places."""
-    assert len(expected.history.parts) == len(got.history.parts)
-    for one, other in zip(expected.history.parts, got.history.parts, strict=True):
-        for mine, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
-            assert mine.stride() == theirs.stride()
-            assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    """The same bits, in the same places; a resident cache may hold them in more pieces, shared with a fork."""
+    one, other = ([join_rows(part, s.history.batch) for part in s.history.parts] for s in (expected, got))
+    if len(one) == len(other):
+        for mine, theirs in zip(one, other, strict=True):
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, theirs, strict=True))
+    assert torch.equal(expected.plain(), got.plain())
+
+
+def join_rows(part, batch: int) -> list[torch.Tensor]:
+    return [repeat_rows(t, batch).contiguous() for t in (*part.keys, *part.values)]
 
 
 # -- invariant 3: the same bits ----------------------------------------------------------------------------------------
 
 
-@every_place
+# Token by token takes longest; what the places have in common is tried once.
+SCHEDULES = [
+    *((chunk, place) for chunk in (7, 27) for place in PLACES),
+    (1, "cpu"),
+    (1, "staged,recent"),
+    (1, "disk,recent"),
+]
+
+
+@pytest.mark.parametrize("chunk, place", SCHEDULES)
 @every_storage
 @every_retention
-@pytest.mark.parametrize("chunk", [1, 7, 33])
 def test_attention_sees_the_same_bits(place, storage, retention, chunk, tmp_path):
-    twins = Twins(storage=storage, retention=retention, **options_of(place, tmp_path))
-    for start in range(0, 33, chunk):
-        twins.feed(min(chunk, 33 - start))
+    twins = Twins(2, storage, retention, **options_of(place, tmp_path))
+    for start in range(0, 27, chunk):
+        twins.feed(min(chunk, 27 - start))
     twins.feed(1)
     twins.check()
 
 
 @every_place
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvcache"])
+@pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
 @pytest.mark.parametrize("spec", ["full", "int8+sink(2,12)", f"int4{LOW}"])
 def test_a_model_gives_the_same_logits(place, attention, spec, tmp_path):
     model, ids = llama(attention, 3), prompt(24, 2)
@@ -120,10 +133,12 @@ def test_a_model_gives_the_same_logits(place, attention, spec, tmp_path):
 @every_place
 @pytest.mark.parametrize("storage", ["full", "int8", f"int4{LOW}"])
 @every_retention
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_operation(place, storage, retention, seed, tmp_path):
+def test_every_operation(place, storage, retention, tmp_path):
     """Random orders of all that a cache can be asked for."""
-    chance, twins = random.Random(seed), Twins(storage=storage, retention=retention, **options_of(place, tmp_path))
+    chance, twins = (
+        random.Random(place + storage + retention),
+        Twins(3, storage, retention, **options_of(place, tmp_path)),
+    )
 
     def rows(change, batch):
         twins.both(change)
@@ -175,7 +190,7 @@ def test_every_operation(place, storage, retention, seed, tmp_path):
 
 @every_place
 def test_a_padded_batch(place, tmp_path):
-    model, (ids, mask) = llama("kvcache"), padded([9, 5])
+    model, (_, ids, mask) = llama("kvcache"), padded((9, 5))
     for storage in ("int8", "full"):
         expected = greedy(model, ids, KVCache(model.config, storage), 8, attention_mask=mask)
         far = OffloadedCache(model.config, storage=storage, **options_of(place, tmp_path))
@@ -237,11 +252,11 @@ def moved(cache, call):
     return after.bytes_out - before.bytes_out, after.bytes_in - before.bytes_in
 
 
-TOKEN = {"full": 2 * 2 * 2 * 8 * 4, "int8": 2 * 2 * 2 * (8 + 4), "fp8": 2 * 2 * 2 * (8 + 4)}  # sides, batch, heads
+TOKEN = {"full": 2 * 2 * 2 * 8 * 4, "int8": 2 * 2 * 2 * (8 + 4)}  # bytes: sides, batch, heads, row
 
 
 @every_place
-@pytest.mark.parametrize("storage", TOKEN)
+@pytest.mark.parametrize("storage", ["full", "int8"])
 @pytest.mark.parametrize("keep", [(), (1,), (0, -1)])
 def test_a_decode_step_moves_one_token_out_and_the_offloaded_part_in(place, storage, keep, tmp_path):
     options = options_of(place, tmp_path)
@@ -261,8 +276,11 @@ def test_a_decode_step_moves_one_token_out_and_the_offloaded_part_in(place, stor
 @every_place
 def test_a_window_moves_no_more_than_it_holds(place, tmp_path):
     options = options_of(place, tmp_path)
-    cache = OffloadedCache(config_of(3), retention="sink(2,12)", **options)
-    hot, token = options.get("keep_recent", 0), 256
+    cache, hot, token = (
+        OffloadedCache(config_of(3), retention="sink(2,12)", **options),
+        options.get("keep_recent", 0),
+        256,
+    )
 
     def step(tokens):
         for index in range(3):
@@ -557,7 +575,7 @@ def test_b81_wrappers_neither_copy_nor_move_the_cache():
 
 
 @every_place
-@every_storage
+@pytest.mark.parametrize("storage", ["full", "int8", f"k8v4{LOW}"])
 @every_retention
 def test_nbytes_is_every_reachable_byte_on_every_tier(place, storage, retention, tmp_path):
     cache = OffloadedCache(config_of(), storage=storage, retention=retention, **options_of(place, tmp_path))
