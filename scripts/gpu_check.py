@@ -11,6 +11,9 @@
 3. ``generate`` with a Llama-8B-shaped model of random weights: tokens per second and peak memory of DynamicCache,
    stock QuantizedCache where its backend is installed, and ours, at (batch, context) = (1, 8K), (8, 8K), (8, 32K).
 
+4. Offloaded caches: 200 runs of the host-memory tier with random delays on both streams, each against the same calls
+   without delays and with every copy waited for. Copies that were not ordered would give other bits.
+
 A random model's history is random too: context is filled with random keys and values, which costs no prefill. Caches
 take turns, and the first turn compiles what is to be compiled: the median step of the later ones is quoted. A cache
 that does not fit is recorded as such, not left out; so is a turn that the time limit took away.
@@ -24,6 +27,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +374,72 @@ def race(model: Any, specs: list[str], batch: int, context: int, new: int, deadl
     return list(rows.values())
 
 
+# -- 4: ordered? -----------------------------------------------------------------------------------------------------
+
+
+def delay(device: torch.device, most: int = 2_000_000) -> None:
+    """Keep the current stream busy for up to a millisecond or so."""
+    if device.type == "cuda" and torch.rand(()).item() < 0.5:
+        torch.cuda._sleep(int(torch.rand(()).item() * most))
+
+
+def offloaded_steps(spec: str, seed: int, late: bool, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Attention outputs of a prompt and some decode steps through an offloaded cache of four layers.
+
+    ``late``: delays before copies and before attention. Otherwise everything is waited for at once.
+    """
+    from transformers import LlamaConfig
+
+    from hf_kvcache import OffloadedCache, transfer
+    from hf_kvcache.attention import attend
+    from hf_kvcache.spec import split
+
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 4})  # type: ignore[arg-type]
+    config._attn_implementation = "kvcache"
+    axes: Row = dict(split(spec))
+    cache = OffloadedCache(config, keep_recent=seed % 2 * 16, _stage=True, **axes)
+    generator, out = torch.Generator(device).manual_seed(seed), []
+    run = transfer.CudaLane.run
+
+    def delayed(lane: Any, start: Any, job: Callable[[], None]) -> Any:
+        def slow_job() -> None:
+            delay(device)
+            job()
+
+        ticket = run(lane, start, slow_job if late else job)
+        return ticket if late else (lane.drain(), ticket)[1]
+
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    setattr(transfer.CudaLane, "run", delayed)  # noqa: B010
+    try:
+        with stream:  # not the default one
+            for tokens in (512, 1, 1, 1, 7, 1, 1):
+                for index in range(4):
+                    shape = (2, 2, tokens, 128)
+                    keys, values, query = (
+                        torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(3)
+                    )
+                    handle, _ = cache.update(keys, values, index)
+                    if late:
+                        delay(device)
+                    out.append(attend(query[:, :, -1:], handle.history.parts, 128**-0.5))
+            sync(device)
+    finally:
+        setattr(transfer.CudaLane, "run", run)  # noqa: B010
+    return out
+
+
+def check_offloading(device: torch.device, dtype: torch.dtype, runs: int) -> list[Row]:
+    """The same bits with delays as without."""
+    specs = ("full", "int8", "int8+sink(4,100)", "int4")
+    rows = []
+    for seed in range(runs):
+        spec = specs[seed % len(specs)]
+        expected, got = (offloaded_steps(spec, seed, late, device, dtype) for late in (False, True))
+        rows.append({"storage": spec, "seed": seed, "ok": all(map(torch.equal, expected, got))})
+    return rows
+
+
 def build_model(tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
     """Random weights, made where they are used."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -393,7 +463,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """All three sections."""
+    """All sections."""
     import transformers
 
     import hf_kvcache
@@ -410,6 +480,7 @@ def measure(args: argparse.Namespace) -> Row:
         if torch.cuda.mem_get_info()[1] > 40e9:
             result["kernels"] += check_large(device, dtype)
     result["append"] = check_append(device, dtype)
+    result["offloading"] = check_offloading(device, dtype, 8 if args.dry_run else 200)
     result["times"] = time_kernels(device, dtype, timed, heads)
     if args.sweep:
         result["sweep"] = sweep(device, dtype, timed, heads)
@@ -444,7 +515,7 @@ def main() -> None:
     path = args.out / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     report(result)
-    checks = result["kernels"] + result["append"]
+    checks = result["kernels"] + result["append"] + result["offloading"]
     failed = [row for row in checks if not row["ok"]]
     print(f"{len(failed)} of {len(checks)} checks failed; written to {path}")
     if failed:
