@@ -283,6 +283,7 @@ class KVCache(compat.Cache):
         Raises:
             ValueError: a positive number, or as ``rollback``.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self._last_position = max(self._last_position + tokens_to_remove, 0)

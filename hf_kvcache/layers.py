@@ -500,6 +500,7 @@ class KVLayer(compat.CacheLayerMixin):
         Raises:
             ValueError: a positive number, or tokens that would have to come back are evicted or sealed.
         """
+        tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
         if not tokens_to_remove:
             return
