@@ -29,7 +29,7 @@ import torch
 
 from . import compat
 from .codecs import Codec
-from .masked import FED_TWICE, PADDED, MaskedStates, Visible
+from .masked import FED_TWICE, PADDED, MaskedStates, Visible, allowed
 from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
@@ -575,8 +575,7 @@ def _plain(states: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _has_pads(mask: torch.Tensor) -> bool:
     """Whether a mask hides a token from the last query."""
-    last = mask[..., -1, :]
-    return not bool((last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).all())
+    return not bool(allowed(mask[..., -1, :]).all())
 
 
 def _combine(mask: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from . import compat
 from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS
 from .layers import Held, KVLayer, refuse_positive
-from .masked import ASK_FOR_OURS, watched
+from .masked import ASK_FOR_OURS, allowed, watched
 from .policies import Pool
 from .retention import Importance
 from .rope import Rope
@@ -150,7 +150,7 @@ class EvictionLayer(KVLayer):
         part = encoded.encode(keys, values)
         self.pending = Chunk(part, keys, values, self.seen)
         self.seen += keys.shape[2]
-        held = [slots.part() for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
+        held = [slots.part() for slots in self._containers()]
         return History([*held, part], None, True, *self.dtypes, observer=self)
 
     # -- attention asks ----------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class EvictionLayer(KVLayer):
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
         if self.own is None and not isinstance(self.kept_slots, Ragged):
             return None
-        pieces = [slots.positions().flatten(2) for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
+        pieces = [slots.positions().flatten(2) for slots in self._containers()]
         return (torch.cat(pieces, -1) >= 0)[:, :, None] if pieces else None
 
     def first_observed(self) -> int | None:
@@ -502,7 +502,7 @@ class EvictionLayer(KVLayer):
                 for name, t in zip(state._fields, state, strict=True):
                     parts["scales" if name in ("scale", "zero") else plain] += t.untyped_storage().nbytes()
             parts["scores"] += slots.score.untyped_storage().nbytes()
-            others = [t for t in slots.tensors() if t.dtype in (torch.int32, torch.int64) and t is not slots.score]
+            others = [t for t in slots.tensors() if t.dtype in (torch.int32, torch.int64)]
             parts["indices"] += sum(t.untyped_storage().nbytes() for t in others)
         beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
         parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
@@ -614,8 +614,3 @@ def _export(slots: Any) -> dict[str, Any]:
     names = ("position", "score", "used", "size", "start")
     fields = {name: getattr(slots, name) for name in names if hasattr(slots, name)}
     return {**fields, "keys": tuple(slots.keys), "values": tuple(slots.values)}
-
-
-def allowed(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of transformers as bool."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -40,6 +40,11 @@ PADDED = (
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 
 
+def allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of transformers, bool or additive, as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 class Visible(NamedTuple):
     """Which keys each query attends to: query p sees slot j iff ``since[j] <= p < until[j]``.
 
@@ -71,12 +76,12 @@ class Visible(NamedTuple):
         Raises:
             ValueError: pads under an evicting retention, or queries that may not see themselves (a prompt fed twice).
         """
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        last = allowed(mask)[..., -1, :]
         total = self.query + self.queries
         own = min(total, mask.shape[-1]) - 1
-        if not allowed[..., -1, own].any():
+        if not last[..., own].any():
             raise ValueError(FED_TWICE)
-        if self.evicts and not allowed[..., -1, :total].all():
+        if self.evicts and not last[..., :total].all():
             raise ValueError(PADDED)
         if self.evicts:
             return None
