@@ -85,7 +85,7 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
-        self._last_position = 0
+        self._last_position = (0, 0)  # the least and the greatest of any row
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
@@ -210,12 +210,16 @@ class KVCache(compat.Cache):
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
             return
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            self._last_position += 1
+            least, most = self._last_position
+            self._last_position = (least + 1, most + 1)
             return
-        first, last = positions[:, [0, -1]].amax(0).tolist()
-        if first <= self._last_position and self._last_position > 0:  # position 0 again and again: pads
+        ends = positions[:, [0, -1]]
+        (low, last_low), (high, last_high) = ends.amin(0).tolist(), ends.amax(0).tolist()
+        least, most = self._last_position
+        # In all rows, that is: one that is fed pads repeats a position, before its first token it is 0 again and again.
+        if high <= most and low <= least and most > 0:
             raise ValueError(FED_TWICE)
-        self._last_position = last
+        self._last_position = (last_low, last_high)
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
@@ -286,12 +290,13 @@ class KVCache(compat.Cache):
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        self._last_position = max(self._last_position + tokens_to_remove, 0)
+        least, most = self._last_position
+        self._last_position = (max(least + tokens_to_remove, 0), max(most + tokens_to_remove, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows ``indices`` (integers or a bool mask)."""
         super().batch_select_indices(indices)
-        self._last_position = 0  # it may have been that of a row which is gone
+        self._last_position = (0, 0)  # it may have been that of a row which is gone
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -442,7 +447,8 @@ class KVCache(compat.Cache):
         if not ours:
             return CacheStats(self.get_seq_length(), self.get_seq_length(), 0, 0)
         quantized = max(layer.quantized for layer in ours)
-        return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized, *moves)
+        seen, kept = ours[0].get_seq_length(), ours[0].kept
+        return CacheStats(seen, kept, seen - kept, quantized, *moves)
 
 
 class QuantizedCache(KVCache):

@@ -96,6 +96,12 @@ class Run:
                 slab.appended -= 1
         return bad
 
+    def put(self, part: Part, start: torch.Tensor, count: torch.Tensor) -> None:
+        """Write the first ``count[b]`` tokens of row b from token ``start[b]`` on; see ``Slab.put``."""
+        k, v = self.key_codec.group, self.value_codec.group
+        self.keys.put(start // k, count // k, part.keys)
+        self.values.put(start // v, count // v, part.values)
+
     def replace(self, part: Part) -> None:
         for slab in self.slabs:
             slab.clear()
@@ -288,7 +294,16 @@ class KVLayer(compat.CacheLayerMixin):
             if fresh:  # a refused first update leaves nothing behind
                 self.reset()
             raise
+        if self.by_row and self.seen == key_states.shape[2] and self._attention() == NAME and not with_grad:
+            from .padded import Chunk
+
+            history = history._replace(chunk=Chunk(self, key_states, value_states, history))
         return self._present(history, (key_states, value_states) if with_grad else None)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``)."""
+        return (self.retention.evicts or self.storage.has_tail or self.apart > 0) and self.home is None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
         new = keys.shape[2]
@@ -486,6 +501,9 @@ class KVLayer(compat.CacheLayerMixin):
                     for name, size in sizes.items():
                         name = "residual" if name == "payload" and run is not self.sealed else name
                         parts[name] = parts.get(name, 0) + size
+        if self.rope is not None:
+            device = tiers.setdefault("device", {})
+            device["indices"] = device.get("indices", 0) + sum(t.nbytes for t in self.rope.tensors())
         return tiers
 
     @property
