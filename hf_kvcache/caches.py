@@ -395,7 +395,7 @@ class KVCache(compat.Cache):
 
         Args:
             config: ``model.config`` of the model that made the cache.
-            spec: refuse a file of another spec than this one.
+            spec: refuse a file of another storage or retention than this one's; its placement is the new cache's.
             device: where everything goes; without it, to the devices that it was saved from.
 
         Raises:
@@ -404,8 +404,9 @@ class KVCache(compat.Cache):
                 of the file is used before all of it was checked.
         """
         read = snapshot.read(path)
-        snapshot.check(read, config, None if spec is None else KVCache.from_spec(config, spec).spec)
-        cache = KVCache.from_spec(config, read.metadata["spec"])
+        snapshot.check(read, config)
+        cache = KVCache.from_spec(config, read.metadata["spec"] if spec is None else spec)
+        snapshot.check_spec(read, cache.spec)
         snapshot.restore(cache, read, device)
         return cache
 

@@ -427,6 +427,18 @@ class FarSlab(Slab):
                 yield token, slot, end - token
             token = max(end, token)
 
+    def adopt(self, state: Any, empty: Any, appended: int) -> None:
+        """As ``Slab.adopt``, but the tokens are copied to the far tier, all of them."""
+        self.clear()
+        self.appended = appended
+        self.capacity = len(self)
+        self._settle_in(state)
+        if self.rows is None:
+            self.held = map_state(state, torch.clone)
+        elif len(self):
+            self.rows.write(0, state, self.home.lane)
+            self.home.flush(strict=True)
+
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def stage(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -131,6 +131,29 @@ def test_a_model_gives_the_same_logits(place, attention, spec, tmp_path):
 
 
 @every_place
+@every_storage
+@every_retention
+def test_a_saved_cache_goes_on_in_any_place(place, storage, retention, tmp_path, monkeypatch):
+    """Offloaded, saved, loaded as what it was and as a resident one."""
+    if place.startswith("staged"):  # no spec says so
+        monkeypatch.setattr(placement.Offload, "in_place", lambda self, device: False)
+    twins = Twins(3, storage, retention, **options_of(place, tmp_path))
+    for tokens in (27, 1, 4):
+        twins.feed(tokens)
+    twins.far.save(tmp_path / "cache")
+    config, spec = twins.far.config, twins.resident.spec
+    for loaded in (KVCache.load(tmp_path / "cache", config), KVCache.load(tmp_path / "cache", config, spec=spec)):
+        forked = Twins(3, storage, retention)
+        forked.resident, forked.far = twins.resident.fork(), loaded
+        forked.check()
+        for tokens in (1, 1, 9):
+            forked.feed(tokens)
+        forked.check()
+    twins.feed(3)  # the saved one goes on, too
+    twins.check()
+
+
+@every_place
 @pytest.mark.parametrize("storage", ["full", "int8", f"int4{LOW}"])
 @every_retention
 def test_every_operation(place, storage, retention, tmp_path):
