@@ -126,18 +126,21 @@ class KVCache(compat.Cache):
         return {int(index) % count for index in layers}
 
     def _refuse_far_eviction(self) -> None:
-        if isinstance(self.placement, Offload) and isinstance(self.retention, Importance):
+        if not isinstance(self.placement, Offload) or not isinstance(self.retention, Importance):
+            return
+        what = "adaptive budgets" if self.retention.adaptive else "keep_recent" if self.placement.keep_recent else ""
+        if self.placement.tier == "disk" or what:
             raise ValueError(
-                f"{self.spec!r}: importance eviction replaces single tokens in place, which a far tier cannot do: "
-                "use retention 'all' or 'sink', or placement 'device'"
+                f"{self.spec!r}: importance eviction replaces single tokens in place, which {what or 'blocks on disk'} "
+                "cannot follow off the device: use placement 'cpu' without keep_recent and adaptive, or 'device'"
             )
 
     def _make_layer(self, stock: Any, index: int, layers: int, skip: bool, keep: bool) -> Any:
         if compat.is_plain_full_attention(stock):
             storage = specs.storage("full") if skip else self.storage
-            if isinstance(self.retention, Importance):
-                return EvictionLayer(storage, self.retention, self.config, index, layers)
             home = None if keep or self._offloader is None else self._offloader.home(index, storage.residual)
+            if isinstance(self.retention, Importance):
+                return EvictionLayer(storage, self.retention, self.config, index, layers, home)
             return KVLayer(storage, self.retention, self.config, index, home)
         if type(stock) is compat.DynamicSlidingWindowLayer:
             return WindowLayer(stock.sliding_window)
@@ -415,6 +418,9 @@ class KVCache(compat.Cache):
     @property
     def nbytes(self) -> int:
         """Every byte this cache holds: the storages of all tensors reachable from it, each counted once."""
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.catch_up()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(self.layers)}
         return sum(storages.values())
 

@@ -228,6 +228,10 @@ class KVLayer(compat.CacheLayerMixin):
             Held(full, full, seen - end),
         ]
 
+    def far_at(self, seen: int) -> Held:
+        """Of ``held_at``, what a placement may move off the device."""
+        return self.held_at(seen)[1]
+
     def _sealed_since(self, token: torch.Tensor) -> torch.Tensor:
         """The first query that sees a token in its encoded form."""
         storage = self.storage
@@ -334,6 +338,9 @@ class KVLayer(compat.CacheLayerMixin):
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
         moved = self._moved(self.seen - new)
         return History(parts, visible, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
+
+    def catch_up(self) -> None:
+        """Store tokens that wait for their mask; here none do (see ``padded.PaddedLayer``)."""
 
     def _moved(self, query: int) -> Moved | None:
         """Where ``reposition`` lets queries stand for the sinks."""

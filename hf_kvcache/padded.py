@@ -164,7 +164,7 @@ class PaddedLayer(KVLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        self._catch_up()
+        self.catch_up()
         if self._attention() != NAME:
             raise ValueError(f"layer {self.index} holds rows that start at different tokens: {ASK_FOR_OURS}")
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -176,7 +176,7 @@ class PaddedLayer(KVLayer):
         history = History([new], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
         return Stored(history, 0), Stored(history, 1)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Store the last forward's tokens, where no attention of ours followed."""
         if self.chunk is not None:
             self.chunk.resolve(None)
@@ -275,7 +275,7 @@ class PaddedLayer(KVLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns of the mask for the next ``update``, position of the first); of them, the new tokens' are read."""
-        self._catch_up()
+        self.catch_up()
         slots, total = self.kept + query_length, self.seen + query_length
         slots = min(slots, total)
         return slots, total - slots
@@ -283,7 +283,7 @@ class PaddedLayer(KVLayer):
     @property
     def positions(self) -> torch.Tensor | None:
         """Which of its row's own tokens are held, ascending, [B, H, kept] int64; -1 after the last one."""
-        self._catch_up()
+        self.catch_up()
         held = self._held()
         if not held.shape[-1]:
             return None
@@ -295,7 +295,7 @@ class PaddedLayer(KVLayer):
     @property
     def kept(self) -> int:
         """Tokens held: the most of any row."""
-        self._catch_up()
+        self.catch_up()
         return self.slots
 
     @property
@@ -309,7 +309,7 @@ class PaddedLayer(KVLayer):
 
     def _decoded(self, side: int) -> torch.Tensor | None:
         """Tokens in ascending order; zeros where a row holds fewer than others."""
-        self._catch_up()
+        self.catch_up()
         pieces = []
         for run, _ in self._run_tokens():
             slab, codec = (run.keys, run.key_codec) if side == 0 else (run.values, run.value_codec)
@@ -322,7 +322,7 @@ class PaddedLayer(KVLayer):
         return states.masked_fill((held.gather(-1, order) < 0)[:, None, :, None].to(self.device), 0.0)
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
-        self._catch_up()
+        self.catch_up()
         tiers = super().bytes_by_tier()
         parts = tiers.setdefault("device", {})
         parts["indices"] = parts.get("indices", 0) + self.own.untyped_storage().nbytes()
@@ -345,7 +345,7 @@ class PaddedLayer(KVLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
-        self._catch_up()
+        self.catch_up()
         if tokens_to_remove > 0:
             super().check_crop(tokens_to_remove)
         why = self._refusal(-tokens_to_remove)
@@ -378,20 +378,20 @@ class PaddedLayer(KVLayer):
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def _map_rows(self, fn: Any) -> None:
-        self._catch_up()
+        self.catch_up()
         super()._map_rows(fn)
         self.own = fn(self.own)
 
     def fork(self) -> KVLayer:
         """A layer that continues from here on its own; both share what is stored until one of them writes."""
-        self._catch_up()
+        self.catch_up()
         new = super().fork()
         new.sinks, new.tail = self.sinks.fork(), self.tail.fork()
         return new
 
     def export(self) -> dict[str, Any]:
         """What a snapshot needs beside the runs and what every layer has."""
-        self._catch_up()
+        self.catch_up()
         return {"own": self.own, "solid": self.solid, "slots": [len(run) for run in self.runs]}
 
     def restore(self, own: torch.Tensor, solid: int) -> None:

@@ -173,7 +173,7 @@ class Home:
 
     def __init__(self, offloader: Offloader, index: int, recent: int) -> None:
         self.offloader, self.index, self.recent = offloader, index, recent
-        self.slabs: list[FarSlab] = []
+        self.slabs: list[Any] = []  # ``FarSlab``, or one ``FarSlots``
         self.device: torch.device | None = None  # of the first keys; each layer has its own
         self.file: LayerFile | None = None
         self.ticket: Ticket | None = None

@@ -295,7 +295,7 @@ class _Layer:
         home, shapes = self.layer.home, self.shapes
         if home is None or not shapes.heads:
             return 0
-        run = self.layer.held_at(context)[1]
+        run = self.layer.far_at(context)
         tokens = max(run.tokens - home.recent, 0)
         sides = zip((run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True)
         return sum(tokens * row_bytes(codec, shapes.heads, w, dtype) // codec.group for codec, w, dtype in sides)

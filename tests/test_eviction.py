@@ -15,6 +15,7 @@ from hf_kvcache.eviction import EvictionLayer, Ragged
 from hf_kvcache.policies import POLICIES
 from hf_kvcache.retention import Importance
 from hf_kvcache.spec import storage
+from hf_kvcache.store import concat
 
 OPTIONS = {"snapkv": "window=4,kernel=3", "expected": "future=16"}
 POLICY = list(POLICIES)
@@ -145,7 +146,8 @@ def test_kept_bytes_are_those_of_the_first_encoding(store: str) -> None:
     run(mine, q[:, :, :30], k[:, :, :30], v[:, :, :30])
     for t in range(30, 60):
         run(mine, q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1])
-    once = mine.sealed.key_codec.encode(k)
+    # As the keys came: a rotation of many rows at once may round otherwise than that of one.
+    once = concat([mine.sealed.key_codec.encode(each) for each in (k[:, :, :30], *k[:, :, 30:].split(1, 2))])
     slots = mine.kept_slots.units()
     held = mine.kept_slots.positions()[..., 0].long()
     for stored, fresh in zip(slots.keys, once, strict=True):
@@ -294,7 +296,7 @@ def test_adaptive_heads_share_real_memory(policy: str) -> None:
     assert isinstance(shared, Ragged)
     assert shared.size.sum(-1).tolist() == [240, 240]
     assert int(shared.size.max()) > 60 and int(shared.size.min()) >= 12
-    tensors = lambda slots: sum(t.nbytes for t in slots.tensors())  # noqa: E731
+    tensors = lambda slots: sum(t.nbytes for t in (*slots.keys, *slots.values, slots.score, *slots.numbers()))  # noqa: E731
     assert tensors(shared) <= 1.03 * tensors(uniform) + 2 * shared.size.nbytes
     before = caches[1].nbytes
     for t in range(5):
