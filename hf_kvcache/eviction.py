@@ -504,9 +504,10 @@ class EvictionLayer(KVLayer):
             parts["scores"] += slots.score.untyped_storage().nbytes()
             others = [t for t in slots.tensors() if t.dtype in (torch.int32, torch.int64)]
             parts["indices"] += sum(t.untyped_storage().nbytes() for t in others)
-        beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
-        parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
-        parts["indices"] += 0 if self.own is None else self.own.untyped_storage().nbytes()
+        parts["scores"] += sum(t.untyped_storage().nbytes() for t in self.memory.values())
+        own = [] if self.own is None else [self.own]
+        tables = self.rope.tensors() if self.rope else ()
+        parts["indices"] += sum(t.untyped_storage().nbytes() for t in (*own, *tables))
         return {"device": parts}
 
     # -- transformers: changing --------------------------------------------------------------------------------------
@@ -528,6 +529,8 @@ class EvictionLayer(KVLayer):
         self.seen = left
 
     def _forget_tokens(self) -> None:
+        if not self.is_initialized:
+            return
         shape = (self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized)
         self.reset()
         self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized = shape
