@@ -517,14 +517,15 @@ class EvictionLayer(KVLayer):
                 add_bytes(parts, plain, slots.keys, slots.values)
             parts["scores"] += slots.score.untyped_storage().nbytes()
             parts["indices"] += sum(t.untyped_storage().nbytes() for t in slots.numbers())
-        beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
-        parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
+        parts["scores"] += sum(t.untyped_storage().nbytes() for t in self.memory.values())
         if self.pending is not None:  # no attention of ours has come yet
             waiting = [self.pending.keys, self.pending.values, *self.pending.part.keys, *self.pending.part.values]
             parts["residual"] += sum(
                 {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in waiting}.values()
             )
-        parts["indices"] += 0 if self.own is None else self.own.untyped_storage().nbytes()
+        own = [] if self.own is None else [self.own]
+        tables = self.rope.tensors() if self.rope else ()
+        parts["indices"] += sum(t.untyped_storage().nbytes() for t in (*own, *tables))
         return tiers
 
     # -- transformers: changing --------------------------------------------------------------------------------------
@@ -546,6 +547,8 @@ class EvictionLayer(KVLayer):
         self.seen = left
 
     def _forget_tokens(self) -> None:
+        if not self.is_initialized:
+            return
         shape = (self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized)
         self.reset()
         self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized = shape

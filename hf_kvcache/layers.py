@@ -204,6 +204,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.tail = Run(full, full)
         self.seen = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
+        if self.rope is not None:
+            self.rope.clear()
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)
 
@@ -509,8 +511,8 @@ class KVLayer(compat.CacheLayerMixin):
                         name = "residual" if name == "payload" and run is not self.sealed else name
                         parts[name] = parts.get(name, 0) + size
         if self.rope is not None:
-            device = tiers.setdefault("device", {})
-            device["indices"] = device.get("indices", 0) + sum(t.nbytes for t in self.rope.tensors())
+            parts = tiers.setdefault("device", {})
+            parts["indices"] = parts.get("indices", 0) + sum(t.untyped_storage().nbytes() for t in self.rope.tensors())
         return tiers
 
     @property

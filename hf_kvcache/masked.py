@@ -31,7 +31,7 @@ KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__
 
 FED_TWICE = (
     "the cache already holds these tokens, and the attention mask does not cover them again: "
-    "call cache.rollback(1) before generating from a prompt that is fully cached"
+    "call cache.rollback(1) before generating from a prompt that is fully cached; with use_cache=False pass no cache"
 )
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (

@@ -245,7 +245,7 @@ class Ragged:
         size = self.size[rows]
         slot = torch.arange(int(size.max()), device=size.device)
         index = (self.start[rows][..., None] + slot)[slot < size[..., None]]
-        pick = lambda t: t.index_select(0, index)  # noqa: E731
+        pick = lambda t: t.index_select(0, index.to(t.device))  # noqa: E731
         self.keys, self.values = map_state(self.keys, pick), map_state(self.values, pick)
         self.position, self.score, self.size = pick(self.position), pick(self.score), size
         self.start = (size.flatten().cumsum(0) - size.flatten()).view_as(size)

@@ -170,7 +170,7 @@ def test_anyone_can_read_the_file(tmp_path):
     assert snapshot.read(tmp_path / "cache").tensors["token_ids"].data_ptr() % 8 == 0
 
 
-def test_spec_and_device_can_be_asked_for(tmp_path):
+def test_b110_spec_and_device_can_be_asked_for(tmp_path):
     SinkWindowCache(llama_config(), 2, 12, storage="int8").save(tmp_path / "empty")
     loaded = SinkWindowCache.load(tmp_path / "empty", llama_config(), spec="sink(2,12)+int8", device="cpu")
     assert type(loaded) is KVCache and loaded.spec == "int8+sink(2,12)" and loaded.get_seq_length() == 0
