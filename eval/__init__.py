@@ -17,6 +17,7 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `retrieval.py` | `python -m eval retrieval`: does it still hold what the question at the end asks for? |
 | `streaming.py` | `python -m eval streaming`: how well is a stream predicted that is far longer than the window? |
 | `doctor.py` | `python -m eval doctor`: which storage does this model bear, and which of its layers do not? |
+| `profile.py` | `python -m eval profile`: what does my workload cost, request by request? |
 | `tasks.py` | which questions can be asked here? |
 | `run.py` | what does a cache cost in right answers? |
 | `ranks.py` | who answers which items, where one run has several processes? |

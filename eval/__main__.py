@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from eval import doctor, quality, report, retrieval, run, streaming, tasks
+from eval import doctor, profile, quality, report, retrieval, run, streaming, tasks
 from eval.ranks import launched
 
 COMMANDS: dict[str, Any] = {
@@ -13,6 +13,7 @@ COMMANDS: dict[str, Any] = {
     "retrieval": retrieval,
     "streaming": streaming,
     "doctor": doctor,
+    "profile": profile,
     "tasks": tasks,
     "run": run,
     "report": report,
