@@ -68,10 +68,11 @@ def connected(address: str) -> Iterator[Any]:
         return
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ValueError(
-            f"no Ray cluster at {address!r} ({reason}); start one with ray start --head, or use --ray local"
+            f"no Ray cluster at {address!r} ({reason}); start one with ray start --head, use --ray local, "
+            "or set RAY_AUTH_MODE=token if that cluster asks for a token"
         ) from error
     try:
         yield ray
