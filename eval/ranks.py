@@ -75,11 +75,28 @@ def join() -> Ranks:
     if launched() > 1:
         from accelerate import PartialState
 
+        meet()
         state = PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST)
         return Ranks(state.process_index, state.num_processes, str(state.device))
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
         print("note: accelerate started one process; on CPUs, too, several need --multi_gpu", file=sys.stderr)
     return Ranks()
+
+
+def meet() -> None:
+    """The process group of this attempt, where a launcher counts attempts.
+
+    Its store outlives a restart and would hand out the addresses of dead processes, so keys carry the attempt's number.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None or torch.distributed.is_initialized():
+        return
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST)
 
 
 def launched() -> int:

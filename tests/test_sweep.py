@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -128,6 +129,29 @@ def test_generated_answers_are_dealt_out(monkeypatch):
     whole, parts = part(0, 1), [part(rank, 2) for rank in (0, 1)]
     assert parts[0].scored | parts[1].scored == whole.scored and len(parts[0].scored) == 3
     assert sum(one.nbytes for one in parts) == whole.nbytes and sum(one.tokens for one in parts) == whole.tokens
+
+
+def test_answers_may_come_in_any_order(serial, tmp_path):
+    """The baseline's last: the others wait for it. Every order gives the same records."""
+    answers = {
+        "dynamic": run.Answers([1.0, 0.0], [-1.0, -2.0], 40, 10),
+        "int8": run.Answers([0.0, 0.0], [-1.5, -2.0], 20, 10),
+        "int4": run.Answers([1.0, 0.0], [-1.0, -2.0], 40, 10),  # not smaller: refused
+        "full": run.Answers([1.0, 0.0], [-1.0, -2.0], 40, 10),
+    }
+    frames = [{**serial[0][0], "spec": spec, "machine": {}} for spec in answers]
+    made = []
+    for number, order in enumerate(itertools.permutations(frames)):
+        out = tmp_path / f"{number}.jsonl"
+        book = run.Book({"name": "arc_easy"}, frames, {}, out)
+        assert book.missing() == frames
+        for frame in order:
+            book.add(frame, answers[frame["spec"]])
+        made.append(comparable(out))
+        assert len(book.refused) == 1 and "arc_easy with int4: holds 4 bytes" in book.refused[0]
+    assert all(one == made[0] for one in made) and len(made[0]) == 3
+    known = {record["spec"]: record["metrics"] for record in made[0]}
+    assert known["int8"]["difference"] == -0.5 and known["int8"]["bytes_ratio"] == 0.5
 
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
