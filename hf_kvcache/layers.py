@@ -17,7 +17,7 @@ import torch
 
 from . import compat, cpu_decode
 from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
-from .codecs import CODECS, Codec, PerToken
+from .codecs import CODECS, Codec
 from .masked import ASK_FOR_OURS, Visible
 from .placement import Home
 from .retention import Retention
@@ -67,7 +67,7 @@ class Run:
 
     def fuses(self, plain: Part) -> bool:
         """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
-        codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
+        codecs = {self.key_codec.name, self.value_codec.name} <= set(cpu_decode.EIGHT_BITS)  # both kernels know these
         in_place = self.keys.in_place and self.keys.state is not None
         if not (codecs and plain.keys.values.is_cuda and in_place and has_triton()):
             return False
