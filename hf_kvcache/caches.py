@@ -416,8 +416,9 @@ class KVCache(compat.Cache):
         """Bytes by tier and part; the sum over everything is ``nbytes``.
 
         Parts: ``payload`` (codes, or plain values where nothing is encoded), ``scales``, ``residual`` (full-precision
-        tokens beside encoded ones), ``indices`` and ``scores`` (of importance eviction), ``window`` (native sliding
-        layers and recurrent states), ``spare`` (allocated rows not yet used), ``staging`` (copies of offloaded layers).
+        tokens beside encoded ones), ``indices`` and ``scores`` (of importance eviction; ``indices`` also the rotation
+        tables of ``reposition``), ``window`` (native sliding layers and recurrent states), ``spare`` (allocated rows
+        not yet used), ``staging`` (copies of offloaded layers).
         """
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
         tiers = {"device": parts}

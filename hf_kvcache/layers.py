@@ -353,6 +353,8 @@ class KVLayer(compat.CacheLayerMixin):
         return None if self.retention.evicts and self._attention() != NAME else run
 
     def _append_direct(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+        if run is self.tail:  # plain now, but to be encoded
+            self._check_finite(keys, values)
         with full_precision(keys.device):
             bad = run.append_direct(keys, values)
         if bad is not None:
@@ -486,6 +488,9 @@ class KVLayer(compat.CacheLayerMixin):
                     for name, size in sizes.items():
                         name = "residual" if name == "payload" and run is not self.sealed else name
                         parts[name] = parts.get(name, 0) + size
+        if self.rope is not None:
+            device = tiers.setdefault("device", {})
+            device["indices"] = device.get("indices", 0) + sum(t.nbytes for t in self.rope.tensors())
         return tiers
 
     @property

@@ -35,6 +35,7 @@ class Rope:
     """
 
     def __init__(self, config: Any, layer: int) -> None:
+        self._made_by = (config, layer)
         self._embed, self._apply, self._layer_type, kind = compat.rotary(config, layer)
         if kind in LENGTH_DEPENDENT:
             raise ValueError(f"rope type {kind!r} of {type(config).__name__} depends on the length: it cannot be moved")
@@ -46,6 +47,9 @@ class Rope:
 
     def __deepcopy__(self, memo: Any) -> Rope:
         return self  # holds nothing of a sequence
+
+    def __reduce__(self) -> Any:
+        return Rope, self._made_by  # a function of the model's module cannot be pickled
 
     def tensors(self) -> list[torch.Tensor]:
         """All it holds."""

@@ -843,7 +843,9 @@ def reachable_bytes(cache):
     seen, storages, queue = set(), {}, [cache]
     while queue:
         item = queue.pop()
-        if id(item) in seen or isinstance(item, (PreTrainedConfig, type)) or callable(item):
+        if id(item) in seen or isinstance(item, (PreTrainedConfig, type)):
+            continue
+        if callable(item) and not isinstance(item, torch.nn.Module):
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
