@@ -74,6 +74,8 @@ KEYS_ONLY = [
     "fp8+keydiff(budget=0.5,sinks=1,recent=2)",
     f"{LOW}+knorm(budget=14,sinks=2,recent=3)",
     "k8v2(group=4,residual=2,sinks=1)+random(budget=15,sinks=1,recent=4)",
+    "int4(group=4,residual=2,sinks=0)+knorm(budget=12,sinks=3,recent=4)",
+    "int2(group=4,residual=6,sinks=5)+random(budget=14,sinks=1,recent=2)",
 ]
 OURS = [
     "sink(2,6,reposition=on)",
@@ -90,7 +92,7 @@ CASES = [(spec, name) for spec in RESIDENT + KEYS_ONLY for name in ("sdpa", "kvc
 CASES += [(spec, ("sdpa", "kvcache")[i % 2]) for i, spec in enumerate(FAR)] + [(spec, "kvcache") for spec in OURS]
 
 quick = settings(
-    max_examples=8, stateful_step_count=16, derandomize=True, deadline=None, database=None, print_blob=False,
+    max_examples=6, stateful_step_count=16, derandomize=True, deadline=None, database=None, print_blob=False,
     suppress_health_check=list(HealthCheck), report_multiple_bugs=False, phases=(Phase.generate, Phase.shrink),
 )  # fmt: skip
 PROFILES = {"quick": quick, "long": settings(quick, max_examples=150, stateful_step_count=40, derandomize=False)}
