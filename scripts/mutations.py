@@ -195,11 +195,11 @@ MUTATIONS = [
         "test_caches.py::test_b31_a_prompt_that_is_fully_cached",
     ),
     fault(
-        "nbytes counts a shared storage twice",
-        "caches",
-        "return sum(storages.values())",
-        "return sum(t.untyped_storage().nbytes() for t in tensors_of(self.layers))",
-        "test_fork.py::test_repeating_a_batch_shares_what_is_sealed",
+        "spare rows left out of memory()",
+        "store",
+        'parts["spare"] += t.untyped_storage().nbytes() - t.nbytes',
+        "pass",
+        "test_caches.py::test_nbytes_is_every_reachable_byte",
     ),
     # -- sharing
     fault(
@@ -244,6 +244,20 @@ MUTATIONS = [
         " rows is None and slots.used < limit:",
         " rows is None:",
         "test_eviction.py::test_budget_holds_at_every_step",
+    ),
+    fault(
+        "recent tokens sealed into groups that may leave",
+        "eviction",
+        "if storage.group == 1:",
+        "if True:",
+        "test_eviction.py::test_sinks_and_recent_tokens_stay_beside_sealed_ones",
+    ),
+    fault(
+        "rollback of ragged heads that have evicted",
+        "eviction",
+        "int(slots.size.min()) if isinstance(slots, Ragged) else self.kept",
+        "self.kept",
+        "test_eviction.py::test_a_head_that_still_holds_all_does_not_make_a_rollback_exact",
     ),
     fault(
         "pads take slots",
@@ -336,7 +350,7 @@ MUTATIONS = [
         "placement",
         "if not self.hot or self.rows is None:",
         "if True:",
-        f"{STATE}[{'int4(group=4,residual=4,sinks=2)'}+staged(keep_recent=6)-kvcache]",
+        f"{STATE}[int4(group=4,residual=4,sinks=2)+staged(keep_recent=6)-kvcache]",
     ),
     # -- files and prefixes
     fault(
