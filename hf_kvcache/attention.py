@@ -189,7 +189,7 @@ def attend(
     Same arguments, same result.
     """
     batch = query.shape[0]
-    if query.shape[2] > SMALL or any(type(part) is not Part for part in parts):
+    if not 0 < query.shape[2] <= SMALL or any(type(part) is not Part for part in parts):
         return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
     whole = [part.expand(batch) for part in parts]
     joined = mask if visible is None else _combine(mask, visible.rows())
@@ -260,6 +260,8 @@ def attend_torch(
     ``turned`` are the queries as the first part sees them.
     """
     batch, query_heads, queries, _ = query.shape
+    if not queries:
+        return query.new_empty(batch, query_heads, 0, parts[0].values[0].shape[-1])
     tokens = sum(part.tokens for part in parts)
     rows = max(1, ROWS // max(batch * query_heads * tokens, 1))
     out = []

@@ -152,7 +152,7 @@ class EvictionLayer(KVLayer):
         """The last forward's tokens, where no attention of ours followed (a model that decodes what it was handed)."""
         if self.pending is None:
             return
-        if self.policy.needs != "keys":
+        if self.policy.needs != "keys" and self.pending.keys.shape[2]:
             raise ValueError(
                 f"layer {self.index}: policy {self.retention.name!r} needs what attention computes, and this model "
                 "does not hand its keys to attention as they are: use 'knorm', 'keydiff' or 'random'"
@@ -218,6 +218,8 @@ class EvictionLayer(KVLayer):
         """
         chunk, self.pending = self.pending, None
         assert chunk is not None
+        if not chunk.keys.shape[2]:
+            return
         position = self._number(chunk, attention_mask)  # [B, H, q]
         nothing = position.new_zeros(*position.shape[:2], 0, dtype=torch.float32)
         held = torch.cat([nothing, *(s.scores().repeat_interleave(s.group, -1) for s in self._containers())], -1)
@@ -367,6 +369,18 @@ class EvictionLayer(KVLayer):
             return torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
         return (slots.positions()[:, 0, :, 0] >= 0).sum(-1)
 
+    def _always(self, slots: Any) -> torch.Tensor:
+        """Units of any head that always stay, [B]."""
+        return (self._shielded(slots.positions().amax(-1), slots.scores()) == INF).sum(-1).amax(-1)
+
+    @property
+    def plain(self) -> tuple[int, int]:
+        """First and last tokens that are not sealed: a group leaves as a whole, and must not hold any that stay."""
+        storage, retention = self.storage, self.retention
+        if storage.group == 1:
+            return storage.sinks, storage.residual
+        return max(storage.sinks, retention.sinks), max(storage.residual, retention.recent)
+
     def _rows_allowed(self) -> torch.Tensor:
         limit, rows = self._allowance()
         return torch.full((self.batch_size,), limit, device=self.device) if rows is None else rows
@@ -387,6 +401,8 @@ class EvictionLayer(KVLayer):
             loose = (plain - self.retention.sinks - self.retention.recent).clamp_min(0)
             share = units * group / (units * group + loose).clamp_min(1)
             left = units - torch.minimum((excess.clamp_min(0) * share / group).round().long(), units)
+            most = (limit - self._always(tail)).div(group, rounding_mode="floor")
+            left = torch.minimum(left, most).maximum(self._always(slots))
         shielded = self._shielded(slots.positions().amax(-1), slots.scores())
         index, position = choose(shielded, slots.positions(), int(left.max()), left)
         slots.fill(take_part(slots.units(), index), position, slots.scores().gather(2, index))
@@ -403,17 +419,17 @@ class EvictionLayer(KVLayer):
         tail.fill(take_part(tail.units(), index), position, tail.scores().gather(2, index))
 
     def _seal_units(self) -> None:
-        """Whole groups of the oldest plain tokens that are neither sinks nor among the ``residual`` newest."""
-        storage, tail, group = self.storage, self.tail_slots, self.kept_slots.group
-        if self.seen <= storage.quantize_after:
+        """Whole groups of the oldest plain tokens, but for those of ``plain``."""
+        tail, group = self.tail_slots, self.kept_slots.group
+        if self.seen <= self.storage.quantize_after:
             return
-        position = tail.positions()[..., 0]
+        (sinks, residual), position = self.plain, tail.positions()[..., 0]
         # As if all sinks were there still: some heads may have evicted some, and all of them seal alike.
-        count = (self._held(tail) - storage.sinks - storage.residual).clamp_min(0) // group
+        count = (self._held(tail) - sinks - residual).clamp_min(0) // group
         most = int(count.max())
         if not most:
             return
-        hidden = (position < 0) | (position < storage.sinks)
+        hidden = (position < 0) | (position < sinks)
         order = position.masked_fill(hidden, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
         index = order[..., : most * group]
         numbers = tail.positions().gather(2, index[..., None])[..., 0].unflatten(-1, (most, group))
@@ -468,7 +484,7 @@ class EvictionLayer(KVLayer):
         kept = self.retention.tokens(self.budget, seen)
         if not self.two:
             return [Held(storage.key_codec, storage.value_codec, kept, beside=8)]
-        sealed = 0 if seen <= storage.quantize_after else max(kept - storage.sinks - storage.residual, 0)
+        sealed = 0 if seen <= storage.quantize_after else max(kept - sum(self.plain), 0)
         sealed = sealed // storage.group * storage.group
         parts = [
             Held(storage.key_codec, storage.value_codec, sealed, beside=4),
@@ -533,7 +549,7 @@ class EvictionLayer(KVLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """As ``KVLayer.crop``; exact only while nothing was evicted or sealed, and scores do not add up over time."""
         self.check_crop(tokens_to_remove)
-        if not tokens_to_remove:
+        if not tokens_to_remove or not self.is_initialized:
             return
         left = max(self.seen + tokens_to_remove, 0)
         if not left:
@@ -565,10 +581,12 @@ class EvictionLayer(KVLayer):
 
     def _refusal(self, tokens_to_remove: int) -> str | None:
         """Why these tokens cannot be taken back exactly."""
-        if not tokens_to_remove or not self.kept or (self.seen + tokens_to_remove <= 0 and self.seen == self.kept):
+        slots = self.kept_slots
+        least = int(slots.size.min()) if isinstance(slots, Ragged) else self.kept  # of any head
+        if not tokens_to_remove or not self.kept or (self.seen + tokens_to_remove <= 0 and self.seen == least):
             return None
-        if self.seen != self.kept or self.own is not None:
-            return f"has evicted {self.seen - self.kept} tokens"
+        if self.seen != least or self.own is not None:
+            return f"has evicted {self.seen - least} tokens"
         if self.two and slots_used(self.kept_slots):
             return "has sealed tokens"
         if not self.policy.rolls_back:

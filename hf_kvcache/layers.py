@@ -377,6 +377,8 @@ class KVLayer(compat.CacheLayerMixin):
         return None if self.retention.evicts and self._attention() != NAME else run
 
     def _append_direct(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+        if run is self.tail:  # plain now, but to be encoded
+            self._check_finite(keys, values)
         with full_precision(keys.device):
             bad = run.append_direct(keys, values)
         if bad is not None:

@@ -143,9 +143,11 @@ def test_b51_a_constant_channel_in_half_precision(name, dtype):
 @eight_bits
 def test_b53_scales_are_not_frozen_on_the_first_token(name):
     codec = find_codec(name)
-    codec.encode(torch.full((1, 1, 4, 8), 0.01))
-    back = codec.decode(codec.encode(torch.full((1, 1, 4, 8), 5.0)), torch.float32)
-    assert ((back - 5).abs() <= 0.2).all()
+    small, large = torch.full((1, 1, 4, 8), 0.01), torch.full((1, 1, 4, 8), 5.0)
+    codec.encode(small)
+    for run in (large, torch.cat([small, large], 2)):
+        back = codec.decode(codec.encode(run), torch.float32)
+        assert ((back - run).abs() <= 0.04 * run).all()
 
 
 @pytest.mark.parametrize("name", FLOATS)

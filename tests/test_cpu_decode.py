@@ -414,13 +414,16 @@ def test_decode_steps_of_storages_with_a_tail(spec, monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused_and_nothing_written(side, bad):
-    cache = KVCache.from_spec(llama_config(1), "int8")
+@pytest.mark.parametrize("spec", ["int8", "int8(residual=9)", "int4(residual=8,group=8,sinks=0)"])
+def test_what_is_not_finite_is_refused_and_nothing_written(spec, side, bad):
+    cache = KVCache.from_spec(llama_config(1), spec)
     cache.update(*states(5), 0)
     before = cache.layers[0].keys.clone()
     pair = states(1)
     pair[side][1, 1, 0, 3] = bad
-    with pytest.raises(ValueError, match=f"layer 0: non-finite {('keys', 'values')[side]} cannot be stored as int8"):
+    with pytest.raises(
+        ValueError, match=f"layer 0: non-finite {('keys', 'values')[side]} cannot be stored as {spec[:4]}"
+    ):
         cache.update(*pair, 0)
     assert cache.get_seq_length() == 5 and torch.equal(cache.layers[0].keys, before)
     pair[side][1, 1, 0, 3] = 0

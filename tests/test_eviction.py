@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -364,6 +365,54 @@ def test_rollback_only_where_it_is_exact() -> None:
         cache.rollback(1)
     cache.rollback(9)
     assert cache.get_seq_length() == 0 and cache.layers[0].kept == 0
+    fresh = KVCache.from_spec(model.config, spec("knorm"))
+    fresh.crop(-1)
+    assert fresh.get_seq_length() == 0 and fresh.nbytes == 0
+
+
+@torch.no_grad()
+def test_a_head_that_still_holds_all_does_not_make_a_rollback_exact() -> None:
+    mine = layer("knorm", adaptive=True)
+    k = torch.randn(1, 2, 15, 8)
+    k[:, 0] *= 9  # the other head wins
+    run(mine, torch.randn(1, 4, 15, 8), k, torch.randn(1, 2, 15, 8))
+    assert mine.kept == 15 and (mine.positions[0] >= 0).sum(-1).tolist() == [13, 15]
+    with pytest.raises(ValueError, match="has evicted 2 tokens"):
+        mine.crop(-1)
+    with pytest.raises(ValueError, match="has evicted 2 tokens"):
+        mine.crop(-15)
+
+
+@pytest.mark.parametrize("extra", ["", "adaptive"])
+@pytest.mark.parametrize("policy", POLICY)
+@torch.no_grad()
+def test_a_forward_of_no_tokens_changes_nothing(policy: str, extra: str) -> None:
+    mine, other = (layer(policy, adaptive=bool(extra)) for _ in range(2))
+    for length in (0, 1, 0, 20, 0, 1, 0):
+        q, kv = torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8)
+        assert run(mine, q, kv, kv).shape == (2, 4, length, 8)
+        if length:
+            run(other, q, kv, kv)
+            assert torch.equal(mine.positions, other.positions) and torch.equal(mine.keys, other.keys)
+
+
+@pytest.mark.parametrize(
+    "store", ["int8(residual=3)", "int4(group=4,residual=2,sinks=0)", "k8v2(group=4,residual=6,sinks=5)"]
+)
+@pytest.mark.parametrize("schedule", [(9, 9, 2), (8, 8, 1, 1, 3), (30, 1, 1, 1, 1, 5), (2, 13, 2, 13)])
+@torch.no_grad()
+def test_sinks_and_recent_tokens_stay_beside_sealed_ones(store: str, schedule: tuple[int, ...]) -> None:
+    """Also where storage and retention protect different tokens, and the budget has room for little else."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        mine = EvictionLayer(storage(store), Importance("random", 12, 3, 6, seed=seed), llama_config(2), 0, 2)
+        mine.config._attn_implementation = "kvcache"
+        for length in schedule:
+            kv = torch.randn(2, 2, length, 8)
+            run(mine, torch.randn(2, 4, length, 8), kv, kv)
+            always = {*range(min(3, mine.seen)), *range(max(mine.seen - 6, 0), mine.seen)}
+            assert all(always <= set(head) for row in mine.positions.tolist() for head in row)
+            assert mine.kept <= 12
 
 
 @pytest.mark.parametrize(
@@ -463,6 +512,9 @@ def test_b112_reposition_equals_a_fresh_window(store: str) -> None:
             window = ids[:, [*range(min(2, p - 5)), *range(max(p - 5, 0), p + 1)]] if p > 7 else ids[:, : p + 1]
             torch.testing.assert_close(logits[0][:, p], stock(window).logits[:, -1], atol=2e-4, rtol=0)
     canonical = KVCache.from_spec(model.config, name).spec
+    cache = pickle.loads(pickle.dumps(KVCache.from_spec(model.config, name)))
+    assert torch.equal(feed(model, ids, cache), logits[2])
+    assert cache.nbytes == sum(cache.memory()["device"].values())
     assert "reposition=on" in canonical and KVCache.from_spec(model.config, canonical).spec == canonical
 
 
@@ -482,11 +534,11 @@ def test_forks_and_snapshots_continue_alike(name: str, tmp_path) -> None:
     cache = KVCache.from_spec(model.config, name)
     feed(model, prompt(30, 2), cache)
     feed(model, after[:, :2], cache, 1)
-    twin, other = cache.fork(), cache.fork()
+    twin, other, pickled = cache.fork(), cache.fork(), pickle.loads(pickle.dumps(cache))
     cache.save(tmp_path / "cache")
     loaded = KVCache.load(tmp_path / "cache", model.config)
     feed(model, prompt(9, 2, seed=8), other)
     expected = feed(model, after, cache, 1)
-    for copied in (twin, loaded):
+    for copied in (twin, loaded, pickled):
         assert torch.equal(feed(model, after, copied, 1), expected)
         assert torch.equal(copied.layers[1].positions, cache.layers[1].positions)
