@@ -574,10 +574,9 @@ class Machine(RuleBasedStateMachine):
     def save_and_load(self):
         self.saves += 1
         path = Path(self.folder.name) / f"saved-{self.saves}"
-        if self.cache._offloader is not None and self.cache._offloader.homes:
-            return refuses(lambda: self.cache.save(path), "offloaded cache cannot be saved")
         self.cache.save(path)
         self.cache = KVCache.load(path, self.config, spec=self.cache.spec)
+        self.model.bytes_out = 0  # it counts what moves from now on
 
     # -- what must hold
 
