@@ -105,6 +105,11 @@ class History(NamedTuple):
 
     def decode_side(self, side: int) -> torch.Tensor:
         """The keys (0) or the values (1) of ``decode``."""
+        if self.moved is not None:
+            raise ValueError(
+                "reposition=True turns queries, so keys have to reach attention as they are: use eval() (no dropout), "
+                "or leave out reposition"
+            )
         if side == 0:
             pieces = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
         else:
@@ -452,7 +457,7 @@ def kvcache_attention(
         mask = _causal(queries, tokens, query.device)
     moved = key.history.moved if isinstance(key, Stored) else None
     turned = None
-    if moved is not None and moved.query + queries - 1 > moved.edge:
+    if moved is not None:
         parts, turned = _move_sinks(query, parts, moved)
     if turned is None:
         out = attend(query, parts, scaling, mask, softcap, s_aux, visible)

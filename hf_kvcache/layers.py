@@ -278,6 +278,8 @@ class KVLayer(compat.CacheLayerMixin):
             raise ValueError(f"reposition=True needs queries that can be turned: {ASK_FOR_OURS}")
         positions = position_ids(args, kwargs)
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if self.retention.reposition and with_grad:
+            raise ValueError("reposition=True turns queries, which has no gradient here: use torch.no_grad()")
         fresh = not self.is_initialized
         try:
             if fresh:
@@ -321,11 +323,12 @@ class KVLayer(compat.CacheLayerMixin):
         return History(parts, visible, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
 
     def _moved(self, query: int) -> Moved | None:
-        """Where ``reposition`` lets queries stand for the sinks."""
+        """Where ``reposition`` lets queries stand for the sinks; ``None`` where they may stay."""
         retention = self.retention
         if self.rope is None or retention.window is None or not retention.sinks:
             return None
-        return Moved(min(retention.sinks, self.seen), retention.sinks + retention.window - 1, query, self.rope)
+        edge = retention.sinks + retention.window - 1
+        return Moved(retention.sinks, edge, query, self.rope) if self.seen - 1 > edge else None
 
     def _direct(self, keys: torch.Tensor, values: torch.Tensor) -> Run | None:
         """The run to which this token goes, where it is one more like those before and one compiled call stores it.

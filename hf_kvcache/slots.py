@@ -101,7 +101,8 @@ class Slots:
         capacity = capacity if limit is None else max(min(capacity, limit), self.used + 1)
 
         def larger(t: torch.Tensor) -> torch.Tensor:
-            new = t.new_empty((*t.shape[:2], capacity, *t.shape[3:]))
+            # Zeros: a short row's empty slots are attended to with probability 0, which does not undo a NaN.
+            new = t.new_zeros((*t.shape[:2], capacity, *t.shape[3:]))
             new[:, :, : self.used] = t[:, :, : self.used]
             return new
 

@@ -1,0 +1,403 @@
+"""Every way people call ``generate``, for every kind of cache: one table of modes times one table of specs.
+
+What is right is said by ``Case.by_hand``, one forward after the other with nothing of ``generate`` in it. Caches that
+lose nothing in the lengths at hand are held against ``DynamicCache``, the others against a fresh one of their own
+spec, fed token by token, or, where what stays depends on the schedule by definition, in the mode's own forwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache as once
+from typing import Any
+
+import pytest
+import torch
+from models import llama, llama_config, prompt
+from test_caches import padded
+from transformers import DynamicCache
+
+from hf_kvcache import KVCache
+from hf_kvcache.policies import Policy
+from hf_kvcache.retention import Importance
+
+NEW, LENGTH = 7, 13
+LOW = "(group=4,residual=4,sinks=2)"
+SMALL = "budget=10,sinks=2,recent=4"
+EXACT = (  # in the lengths at hand
+    "full",
+    "cpu",
+    "disk",
+    "sink(2,60)",
+    "int4(residual=60)",
+    "knorm(budget=60,sinks=2)",
+    "int8(residual=60)+snapkv(budget=60)",
+)
+SPECS = (
+    *EXACT,
+    "int8",
+    "fp8",
+    f"int4{LOW}",
+    f"k4v2{LOW}",
+    "sink(2,6)",
+    "sink(2,6,reposition=on)",
+    "int8+sink(2,6)",
+    f"int4{LOW}+sink(2,8)",
+    f"random({SMALL})",
+    f"knorm({SMALL})",
+    f"keydiff({SMALL})",
+    f"tova({SMALL})",
+    f"h2o({SMALL})",
+    f"snapkv({SMALL},window=4,kernel=3)",
+    f"expected({SMALL},future=16)",
+    f"int8+snapkv({SMALL},window=4,kernel=3,adaptive)",
+    f"fp8+h2o({SMALL},pyramid)",
+    f"int4{LOW}+tova({SMALL})",
+    "int8+cpu(keep_recent=5)",
+    "int8+sink(2,6)+cpu",
+    f"int4{LOW}+disk",
+)
+MODES: dict[str, Callable[[Case], None]] = {}
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that nobody wrote holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def mode(run: Callable[[Case], None]) -> Callable[[Case], None]:
+    MODES[run.__name__] = run
+    return run
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+def sample(logits: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial((logits.float() / 0.8).softmax(-1), 1)
+
+
+SAMPLE = dict(do_sample=True, temperature=0.8, top_k=0, top_p=1.0)
+
+
+class Case:
+    """One spec under one attention, and what is right for it."""
+
+    def __init__(self, spec: str, attention: str, directory: Any = None, model: Any = None) -> None:
+        self.spec, self.attention, self.directory = spec, attention, directory
+        self.model = model if model is not None else llama(attention)
+        probe = self.cache()
+        self.exact, self.by_forward = spec in EXACT, isinstance(probe.retention, Importance)
+        self.kind = "importance" if self.by_forward else probe.retention.spec.split("(")[0]
+        self.grouped = probe.storage.group > 1 and not self.exact
+        self.croppable = probe.is_croppable
+        policy = probe.retention.policy if self.by_forward else Policy()
+        self.drafts = self.croppable or self.exact and policy.rolls_back  # rejected tokens can go while nothing is lost
+
+    def cache(self) -> KVCache:
+        return KVCache.from_spec(self.model.config, self.spec.replace("disk", f"disk({self.directory})"))
+
+    def expected(self) -> Any:
+        """A cache to compare with."""
+        return DynamicCache(config=self.model.config) if self.exact else self.cache()
+
+    @torch.no_grad()
+    def by_hand(
+        self,
+        ids: torch.Tensor,
+        cache: Any = None,
+        new: int = NEW,
+        chunk: int | None = None,
+        pick: Callable[[torch.Tensor], torch.Tensor] = argmax,
+        mask: torch.Tensor | None = None,
+        first: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids with ``new`` more, their logits [B, new, V]): each token is picked from the last forward's logits.
+
+        Args:
+            chunk, first: tokens per forward of the prompt, and in its first one, where the schedule matters; otherwise
+                they come one by one.
+        """
+        cache, out = self.expected() if cache is None else cache, []
+        mask = torch.ones_like(ids) if mask is None else mask
+        start, size = cache.get_seq_length(), (chunk or ids.shape[1]) if self.by_forward else 1
+        stop = start + (first if first and self.by_forward else size)
+        for _ in range(new):
+            while start < ids.shape[1]:
+                stop = min(stop, ids.shape[1])
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
+                given = mask[:, :stop] if not mask.all() else None
+                logits = self.model(
+                    ids[:, start:stop], attention_mask=given, position_ids=positions, past_key_values=cache
+                ).logits[:, -1]
+                start, stop = stop, stop + size
+            out.append(logits)
+            ids = torch.cat([ids, pick(logits)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        return ids, torch.stack(out, 1)
+
+    def generate(self, ids: torch.Tensor | None, cache: Any = None, new: int = NEW, **options: Any) -> Any:
+        options = {"do_sample": False, **options}
+        cache = self.cache() if cache is None else cache
+        return self.model.generate(ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options)
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    """``call`` raises a ValueError of one line that says these words."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+# -- the modes ---------------------------------------------------------------------------------------------------------
+
+
+@mode
+def greedy(case: Case) -> None:
+    ids = prompt(LENGTH, 2)
+    assert torch.equal(case.generate(ids), case.by_hand(ids)[0])
+
+
+@mode
+def sampling(case: Case) -> None:
+    ids = prompt(LENGTH, 2)
+    torch.manual_seed(3)
+    expected = case.by_hand(ids, pick=sample)[0]
+    torch.manual_seed(3)
+    assert torch.equal(case.generate(ids, **SAMPLE), expected)
+
+
+@mode
+def num_return_sequences(case: Case) -> None:
+    ids = prompt(LENGTH, 2)
+    torch.manual_seed(3)
+    expected = case.by_hand(ids.repeat_interleave(3, 0), pick=sample)[0]
+    torch.manual_seed(3)
+    assert torch.equal(case.generate(ids, num_return_sequences=3, **SAMPLE), expected)
+    assert len(expected.unique(dim=0)) > 2
+
+
+@mode
+def beams(case: Case) -> None:
+    """A batch of two, and its first row alone."""
+    ids, options = prompt(LENGTH, 2), dict(num_beams=3, num_return_sequences=3, length_penalty=0.0)
+    expected = torch.cat([beam_search(case, row[None], 3, 4) for row in ids])
+    assert torch.equal(case.generate(ids, new=4, **options), expected)
+    assert torch.equal(case.generate(ids[:1], new=4, **options), expected[:3])
+
+
+def beam_search(case: Case, ids: torch.Tensor, beams: int, new: int) -> torch.Tensor:
+    """Each hypothesis has a cache of its own; no row is ever moved."""
+    first = case.expected()
+    held = [(0.0, ids, first, case.by_hand(ids, first, 1)[1])]
+    for step in range(new):
+        options = []
+        for score, past, cache, logits in held:
+            best = logits[0, -1].log_softmax(-1).topk(beams)
+            options += [
+                (score + p, past, cache, token)
+                for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        held = []
+        for score, past, cache, token in sorted(options, key=lambda option: -option[0])[:beams]:
+            longer, own = torch.cat([past, torch.tensor([[token]])], 1), copy.deepcopy(cache)
+            held.append((score, longer, own, case.by_hand(longer, own, 1)[1] if step < new - 1 else None))
+    return torch.cat([ids for _, ids, _, _ in held])
+
+
+@mode
+def prefill_in_chunks(case: Case) -> None:
+    ids = prompt(LENGTH, 2)
+    for chunk in (1, 5):
+        assert torch.equal(case.generate(ids, prefill_chunk_size=chunk), case.by_hand(ids, chunk=chunk)[0])
+
+
+@mode
+def with_draft_model(case: Case) -> None:
+    assisted(case, assistant_model=llama(seed=5))
+
+
+@mode
+def with_itself_as_draft_model(case: Case) -> None:
+    assisted(case, assistant_model=llama("sdpa"))
+
+
+@mode
+def with_prompt_lookup(case: Case) -> None:
+    assisted(case, prompt_lookup_num_tokens=3)
+
+
+@mode
+def with_early_exit(case: Case) -> None:
+    assisted(case, assistant_early_exit=1)
+
+
+def assisted(case: Case, **helper: Any) -> None:
+    ids = prompt(6).repeat(1, 2)
+    cache = case.cache()
+    if not case.croppable:
+        refused(lambda: case.generate(ids, cache, **helper), cache.spec, "int8")
+        return
+    assert torch.equal(case.generate(ids, cache, **helper), case.by_hand(ids)[0])
+
+
+@mode
+def as_the_assistant(case: Case) -> None:
+    """Our cache drafts, and where it can it checks, too. Drafts are what they are without a rollback before them."""
+    ids, drafts = prompt(LENGTH), []
+    assistant, own, cache = copy.copy(case.model), case.model.generate, case.cache()
+
+    def draft(input_ids: torch.Tensor, **options: Any) -> Any:
+        if "cache" not in options and "past_key_values" not in options:
+            options["past_key_values"] = cache
+        out = own(input_ids, **options)
+        drafts.append((input_ids, out.sequences))
+        return out
+
+    assistant.generate = draft
+    checks = case.spec if case.croppable else "full"
+    target = Case(checks, case.attention, case.directory, llama(case.attention, seed=5))
+    run = lambda: target.generate(ids, assistant_model=assistant)  # noqa: E731
+    if not case.drafts:
+        refused(run, "crop")
+        return
+    assert torch.equal(run(), target.by_hand(ids)[0])
+    assert len(drafts) > 2 and cache.get_seq_length() > LENGTH
+    for given, drafted in drafts:
+        assert torch.equal(drafted, case.by_hand(given, new=drafted.shape[1] - given.shape[1])[0])
+
+
+@mode
+def streaming(case: Case) -> None:
+    """Text piece by piece, from a thread, as servers do it."""
+    from transformers import TextIteratorStreamer
+
+    ids = prompt(LENGTH)
+    streamer = TextIteratorStreamer(tokenizer(), skip_prompt=True, timeout=60)
+    out: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(case.generate(ids, streamer=streamer)))
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    expected = case.by_hand(ids)[0]
+    assert torch.equal(out[0], expected)
+    assert "".join(pieces) == tokenizer().decode(expected[0, LENGTH:]) and len(pieces) > NEW // 2
+
+
+@mode
+def turns(case: Case) -> None:
+    """Three turns of one conversation with one cache, the last one in chunks."""
+    cache, mine, theirs = case.cache(), prompt(LENGTH, 2), prompt(LENGTH, 2)
+    other = case.expected()
+    for seed, options in ((3, {}), (4, {}), (5, {"prefill_chunk_size": 2})):
+        mine = case.generate(mine, cache, 4, **options)
+        theirs = case.by_hand(theirs, other, 4, options.get("prefill_chunk_size"))[0]
+        assert torch.equal(mine, theirs) and cache.get_seq_length() == mine.shape[1] - 1
+        mine, theirs = (torch.cat([ids, prompt(3, 2, seed=seed)], 1) for ids in (mine, theirs))
+
+
+@mode
+def return_dict(case: Case) -> None:
+    ids, cache = prompt(LENGTH, 2), case.cache()
+    more = dict(output_logits=True, output_scores=True, output_hidden_states=True)
+    out = case.generate(ids, cache, return_dict_in_generate=True, **more)
+    expected, logits = case.by_hand(ids)
+    assert torch.equal(out.sequences, expected) and out.past_key_values is cache
+    assert len(out.hidden_states) == NEW
+    torch.testing.assert_close(torch.stack(out.logits, 1), logits, atol=5e-2 if not case.exact else 2e-4, rtol=0)
+
+
+# What a padded batch comes to: each row what it is alone, or a refusal.
+PADDED = {
+    "all": {"sdpa": "alone", "kvcache": "alone"},
+    "sink": {"sdpa": "alone or refused", "kvcache": "alone or refused"},
+    "importance": {"sdpa": "refused", "kvcache": "alone"},
+}
+
+
+@mode
+def left_padding(case: Case) -> None:
+    padding(case, (LENGTH, 5))
+
+
+@mode
+def left_padding_in_chunks(case: Case) -> None:
+    """The first chunk of the short row is all pads."""
+    padding(case, (5, LENGTH), 4)
+
+
+def padding(case: Case, lengths: tuple[int, int], chunk: int | None = None) -> None:
+    rows, ids, mask = padded(lengths)
+    outcome = PADDED[case.kind][case.attention]
+    run = lambda: case.generate(ids, attention_mask=mask, prefill_chunk_size=chunk)  # noqa: E731
+    try:
+        found = run()[:, ids.shape[1] :]
+    except ValueError:
+        assert "refused" in outcome
+        refused(run, "padding")
+        return
+    assert "alone" in outcome
+    if case.grouped and not case.by_forward:  # pads take part in groups
+        expected = case.by_hand(ids, mask=mask)[0][:, ids.shape[1] :]
+        assert torch.equal(found, expected)
+        return
+    for row, tokens in zip(rows, found, strict=True):
+        first = chunk and chunk - (ids.shape[1] - len(row)) % chunk
+        assert torch.equal(tokens, case.by_hand(row[None], chunk=chunk, first=first)[0][0, len(row) :])
+
+
+@mode
+def inputs_embeds(case: Case) -> None:
+    ids, cache = prompt(LENGTH, 2), case.cache()
+    embed = case.model.get_input_embeddings()
+    found = case.generate(None, cache, inputs_embeds=embed(ids))
+    expected = case.by_hand(ids)[0]
+    assert torch.equal(found, expected[:, LENGTH:])
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+@once
+def tokenizer() -> Any:
+    """Token n is the word "wn"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{n}": n for n in range(97)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+
+
+def needs_ours(spec: str) -> bool:
+    """Whether stock attention is refused (``test_eviction.py``)."""
+    retention = KVCache.from_spec(llama_config(), spec.replace("disk", "disk(/)")).retention
+    if not isinstance(retention, Importance):
+        return retention.reposition
+    return retention.policy.needs != "keys" or retention.pyramid or retention.adaptive
+
+
+PAIRS = [
+    (spec, attention)
+    for spec in SPECS
+    for attention in ("sdpa", "kvcache")
+    if attention == "kvcache" or not needs_ours(spec)
+]
+BOTH = ("greedy", "beams", "turns", "left_padding", "as_the_assistant")  # the others take turns, spec by spec
+CELLS = [
+    (name, spec, attention)
+    for row, name in enumerate(MODES)
+    for spec, attention in PAIRS
+    if name in BOTH or needs_ours(spec) or (row + SPECS.index(spec) + (attention == "sdpa")) % 2
+]
+
+
+@pytest.mark.parametrize("name, spec, attention", CELLS)
+def test_every_mode(name: str, spec: str, attention: str, tmp_path: Any) -> None:
+    MODES[name](Case(spec, attention, tmp_path))
