@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import llama, llama_config, prompt
+from models import feed, llama, llama_config, prompt
 from test_caches import padded
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from hf_kvcache import KVCache
 from hf_kvcache.policies import Policy
@@ -97,7 +98,9 @@ class Case:
         self.kind = "importance" if self.by_forward else probe.retention.spec.split("(")[0]
         self.grouped = probe.storage.group > 1 and not self.exact
         self.croppable = probe.is_croppable
+        self.reposition = probe.retention.reposition
         policy = probe.retention.policy if self.by_forward else Policy()
+        self.at_once = False  # the prompt in one forward, as ``generate`` feeds it
         self.drafts = self.croppable or self.exact and policy.rolls_back  # rejected tokens can go while nothing is lost
 
     def cache(self) -> KVCache:
@@ -126,12 +129,12 @@ class Case:
         """
         cache, out = self.expected() if cache is None else cache, []
         mask = torch.ones_like(ids) if mask is None else mask
-        start, size = cache.get_seq_length(), (chunk or ids.shape[1]) if self.by_forward else 1
+        start, size = cache.get_seq_length(), (chunk or ids.shape[1]) if self.by_forward or self.at_once else 1
         stop = start + (first if first and self.by_forward else size)
         for _ in range(new):
             while start < ids.shape[1]:
                 stop = min(stop, ids.shape[1])
-                positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
+                positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, start:stop]
                 given = mask[:, :stop] if not mask.all() else None
                 logits = self.model(
                     ids[:, start:stop], attention_mask=given, position_ids=positions, past_key_values=cache
@@ -334,23 +337,29 @@ def left_padding_in_chunks(case: Case) -> None:
 
 
 def padding(case: Case, lengths: tuple[int, int], chunk: int | None = None) -> None:
+    """Two turns."""
     rows, ids, mask = padded(lengths)
-    outcome = PADDED[case.kind][case.attention]
-    run = lambda: case.generate(ids, attention_mask=mask, prefill_chunk_size=chunk)  # noqa: E731
+    outcome, cache = PADDED[case.kind][case.attention], case.cache()
     try:
-        found = run()[:, ids.shape[1] :]
+        found = case.generate(ids, cache, attention_mask=mask, prefill_chunk_size=chunk)
     except ValueError:
         assert "refused" in outcome
-        refused(run, "padding")
+        refused(lambda: case.generate(ids, attention_mask=mask, prefill_chunk_size=chunk), "padding")
         return
     assert "alone" in outcome
+    tails, more, real = padded((3, 1), seed=7)
+    whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long), real], 1)
+    again = case.generate(torch.cat([found, more], 1), cache, 4, attention_mask=whole)
     if case.grouped and not case.by_forward:  # pads take part in groups
-        expected = case.by_hand(ids, mask=mask)[0][:, ids.shape[1] :]
-        assert torch.equal(found, expected)
+        own = case.expected()
+        assert torch.equal(found, case.by_hand(ids, own, mask=mask)[0])
+        assert torch.equal(again, case.by_hand(torch.cat([found, more], 1), own, 4, mask=whole)[0])
         return
-    for row, tokens in zip(rows, found, strict=True):
-        first = chunk and chunk - (ids.shape[1] - len(row)) % chunk
-        assert torch.equal(tokens, case.by_hand(row[None], chunk=chunk, first=first)[0][0, len(row) :])
+    for i, row in enumerate(rows):
+        own, pads = case.expected(), ids.shape[1] - len(row)
+        alone = case.by_hand(row[None], own, chunk=chunk, first=chunk and chunk - pads % chunk)[0]
+        assert torch.equal(found[i, pads:], alone[0])
+        assert torch.equal(again[i, -4:], case.by_hand(torch.cat([alone, tails[i][None]], 1), own, 4)[0][0, -4:])
 
 
 @mode
@@ -361,6 +370,105 @@ def inputs_embeds(case: Case) -> None:
     expected = case.by_hand(ids)[0]
     assert torch.equal(found, expected[:, LENGTH:])
     assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+@mode
+def half_precision(case: Case) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        half = Case(case.spec, case.attention, case.directory, llama(case.attention, dtype=dtype))
+        ids, cache, own = prompt(LENGTH, 2), half.cache(), half.cache()
+        half.at_once = True  # another schedule rounds at other places
+        found, (expected, logits) = half.generate(ids, cache), half.by_hand(ids, own)
+        assert torch.equal(found, expected) and cache.layers[0].keys.dtype is dtype
+        if half.exact:
+            forced = half.model(found, past_key_values=half.expected()).logits[:, LENGTH - 1 : -1]
+            error = (logits - forced).float().abs().mean() / forced.float().abs().mean()
+            assert error < {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+
+
+@mode
+def autocast(case: Case) -> None:
+    ids, case.at_once = prompt(LENGTH, 2), True
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found, (expected, logits) = case.generate(ids), case.by_hand(ids, case.cache())
+        assert torch.equal(found, expected) and logits.isfinite().all()
+
+
+class Decoded(DynamicLayer):
+    """Given history, and one more token whose stored form is given too: its gradient passes straight through."""
+
+    def __init__(self, layer: Any, retention: Any) -> None:
+        super().__init__()
+        self.given, self.seen, self.is_initialized = (layer.keys, layer.values), layer.get_seq_length() - 1, True
+        held, (sinks, window) = self.given[0].shape[2], (retention.sinks, retention.window)
+        if window is not None and held > sinks + window:  # whole groups stay a bit longer, unseen
+            picked = [*range(sinks), *range(held - window, held)]
+            self.given = tuple(x[:, :, picked] for x in self.given)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        pairs = zip(self.given, (key_states, value_states), strict=True)
+        return tuple(torch.cat([old[:, :, :-1], new + (old[:, :, -1:] - new).detach()], 2) for old, new in pairs)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = self.given[0].shape[2]
+        return held, self.seen + query_length - held
+
+
+@mode
+def gradients(case: Case) -> None:
+    """Through one token after a cached prefix; and a suffix of several runs."""
+    ids, model, cache = prompt(LENGTH, 2), copy.deepcopy(case.model), case.cache()
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+    longer, backward = (
+        cache.fork(),
+        lambda held: model(ids[:, -1:], past_key_values=held).logits.pow(2).mean().backward(),
+    )
+    if case.by_forward or case.reposition:
+        refused(lambda: backward(cache), "no_grad()")
+        assert cache.get_seq_length() == LENGTH - 1
+        return
+    backward(cache)
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    backward(Cache(layers=[Decoded(layer, cache.retention) for layer in cache.layers]))
+    for a, p in zip(mine, model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-4, rtol=1e-3)
+    assert max(a.abs().max() for a in mine) > 0
+    expected = feed(model, prompt(4, 2, seed=3), longer.fork())
+    logits = model(prompt(4, 2, seed=3), past_key_values=longer).logits
+    logits.mean().backward()
+    torch.testing.assert_close(logits.detach(), expected, atol=2e-2, rtol=0)
+
+
+@mode
+def in_a_pipeline(case: Case) -> None:
+    from transformers import pipeline
+
+    ids = prompt(LENGTH)
+    pipe = pipeline("text-generation", model=case.model, tokenizer=tokenizer())
+    options = dict(max_new_tokens=NEW, do_sample=False, return_full_text=False)
+    (out,) = pipe(tokenizer().decode(ids[0]), past_key_values=case.cache(), **options)
+    assert out["generated_text"] == tokenizer().decode(case.by_hand(ids)[0][0, LENGTH:])
+
+
+@once
+def offloaded(attention: str) -> Any:
+    """Weights on "meta" except while their layer runs."""
+    from accelerate import cpu_offload
+
+    return cpu_offload(copy.deepcopy(llama(attention)), execution_device=torch.device("cpu"))
+
+
+@mode
+def with_weights_that_come_and_go(case: Case) -> None:
+    ids = prompt(LENGTH, 2)
+    found = Case(case.spec, case.attention, case.directory, offloaded(case.attention)).generate(ids)
+    assert torch.equal(found, case.by_hand(ids)[0])
 
 
 @once
