@@ -411,7 +411,7 @@ def kvcache_attention(
     Returns:
         ([B, Q, Hq, Dv], None): attention weights are not kept.
     """
-    if torch.is_autocast_enabled(query.device.type):
+    if _autocasts(query.device):
         with full_precision(query.device):
             return kvcache_attention(
                 module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
@@ -568,9 +568,11 @@ def register(compiled: bool | None = None) -> None:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off: codes and scores need the precision they are computed in."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _plain(states: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -613,7 +613,7 @@ class KVLayer(compat.CacheLayerMixin):
     def _check_finite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One maximum per side. Elsewhere than on a CPU, looking at it now would wait for the device in every layer:
         the cache looks once per forward, at the next one (``raise_if_suspect``)."""
-        if not keys.shape[2]:
+        if not keys.shape[2] or keys.is_meta:
             return
         if keys.device.type == "cpu" and math.isfinite(keys.detach().sum() + values.detach().sum()):
             return  # a sum that is finite has finite terms; one that is not may only have overflowed

@@ -8,16 +8,24 @@ spec, fed token by token, or, where what stays depends on the schedule by defini
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache as once
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import send_to_device
 from models import feed, llama, llama_config, prompt
 from test_caches import padded
-from transformers import Cache, DynamicCache
+from transformers import AutoModelForCausalLM, Cache, CompileConfig, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvcache import KVCache
@@ -457,18 +465,66 @@ def in_a_pipeline(case: Case) -> None:
 
 
 @once
-def offloaded(attention: str) -> Any:
-    """Weights on "meta" except while their layer runs."""
-    from accelerate import cpu_offload
-
-    return cpu_offload(copy.deepcopy(llama(attention)), execution_device=torch.device("cpu"))
+def spread(attention: str) -> Any:
+    """As ``device_map="auto"`` does it where memory is short: the first layer on the CPU, the second one on disk."""
+    folder = tempfile.TemporaryDirectory()
+    llama(attention).save_pretrained(folder.name)
+    names = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    where = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    options = dict(device_map=where, offload_folder=f"{folder.name}/far", attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(folder.name, **options).eval()
+    model.generation_config, model.folder = llama(attention).generation_config, folder  # which goes with the model
+    assert next(model.model.layers[1].parameters()).is_meta and model.hf_device_map["model.layers.1"] == "disk"
+    return model
 
 
 @mode
-def with_weights_that_come_and_go(case: Case) -> None:
+def with_a_device_map(case: Case) -> None:
     ids = prompt(LENGTH, 2)
-    found = Case(case.spec, case.attention, case.directory, offloaded(case.attention)).generate(ids)
+    found = Case(case.spec, case.attention, case.directory, spread(case.attention)).generate(ids)
     assert torch.equal(found, case.by_hand(ids)[0])
+
+
+class Elsewhere(ModelHook):
+    """A layer that runs on "meta", where mixing devices is an error as between GPUs; zeros come back."""
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return send_to_device(args, "meta"), send_to_device(kwargs, "meta")
+
+    def post_forward(self, module: Any, output: torch.Tensor) -> torch.Tensor:
+        assert output.is_meta
+        return torch.zeros(output.shape)
+
+
+class Nowhere(ModelHook):
+    """The same layer here."""
+
+    def post_forward(self, module: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(output)
+
+
+@once
+def split(attention: str, hook: type[ModelHook]) -> Any:
+    model = copy.deepcopy(llama(attention))
+    add_hook_to_module(model.model.layers[1], hook())
+    if hook is Elsewhere:
+        model.model.layers[1].to("meta")
+    return model
+
+
+@mode
+def on_two_devices(case: Case) -> None:
+    """Greedy, then beams, with a layer on "meta"."""
+    ids, layer = prompt(LENGTH, 2), case.cache().layers[0]
+    if case.by_forward and (layer.two or layer.retention.adaptive or layer.policy.needs == "queries"):
+        pytest.skip("shapes depend on values, which meta has not")
+    far, near = (
+        Case(case.spec, case.attention, case.directory, split(case.attention, hook)) for hook in (Elsewhere, Nowhere)
+    )
+    for options in ({}, {"num_beams": 2}):
+        cache = far.cache()
+        assert torch.equal(far.generate(ids, cache, **options), near.generate(ids, **options))
+        assert [layer.device.type for layer in cache.layers] == ["cpu", "meta"]
 
 
 @once
@@ -485,7 +541,7 @@ def tokenizer() -> Any:
 
 def needs_ours(spec: str) -> bool:
     """Whether stock attention is refused (``test_eviction.py``)."""
-    retention = KVCache.from_spec(llama_config(), spec.replace("disk", "disk(/)")).retention
+    retention = KVCache.from_spec(llama_config(), spec.replace("disk", "cpu")).retention
     if not isinstance(retention, Importance):
         return retention.reposition
     return retention.policy.needs != "keys" or retention.pyramid or retention.adaptive
@@ -509,3 +565,67 @@ CELLS = [
 @pytest.mark.parametrize("name, spec, attention", CELLS)
 def test_every_mode(name: str, spec: str, attention: str, tmp_path: Any) -> None:
     MODES[name](Case(spec, attention, tmp_path))
+
+
+# -- several processes, compilation ------------------------------------------------------------------------------------
+
+RANK = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+import hf_kvcache, test_modes
+torch.set_num_threads(1)
+hf_kvcache.register()
+folder = Path(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", attn_implementation="kvcache").eval()
+assert model.model.layers[0].self_attn.k_proj.weight.to_local().shape == (8, 32)  # one of two heads
+rank = torch.distributed.get_rank()
+found = test_modes.of_every_spec(model, folder / str(rank))
+(folder / f"{rank}.json").write_text(json.dumps(found))
+torch.distributed.destroy_process_group()
+"""
+
+
+def of_every_spec(model: Any, directory: Any) -> list[Any]:
+    found = []
+    for spec in SPECS:
+        case = Case(spec, "kvcache", directory, model)
+        beams = 2 if spec in ("full", "int8") else 1
+        found.append(case.generate(prompt(LENGTH, 2), new=5, num_beams=beams, pad_token_id=0).tolist())
+    return found
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is missing")
+def test_tensor_parallel(tmp_path: Any) -> None:
+    """Two processes with one of two KV heads each say the same, and what one process says."""
+    model = llama("kvcache")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "rank.py").write_text(RANK)
+    tests = Path(__file__).parent
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "rank.py"]
+    paths = os.pathsep.join([str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*run, tests, tmp_path],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    for spec, mine, expected in zip(SPECS, first, of_every_spec(model, tmp_path), strict=True):
+        if not any(word in spec for word in ("random", "tova", "adaptive")):  # they look at all heads
+            assert mine == expected, spec
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_generate_does_not_compile(spec: str, tmp_path: Any) -> None:
+    """Not even when asked to: the caches do not claim to be compileable."""
+    case, compiled = Case(spec, "kvcache", tmp_path), CompileConfig()
+    compiled._compile_all_devices = True
+    cache, settings = case.cache(), GenerationConfig(compile_config=compiled)
+    assert not cache.is_compileable
+    assert not case.model._valid_auto_compile_criteria({"cache": cache, "past_key_values": cache}, settings)
