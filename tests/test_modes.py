@@ -32,7 +32,7 @@ from hf_kvcache import KVCache
 from hf_kvcache.policies import Policy
 from hf_kvcache.retention import Importance
 
-NEW, LENGTH = 7, 13
+NEW, LENGTH = 5, 13
 LOW = "(group=4,residual=4,sinks=2)"
 SMALL = "budget=10,sinks=2,recent=4"
 EXACT = (  # in the lengths at hand
@@ -199,9 +199,9 @@ def num_return_sequences(case: Case) -> None:
 def beams(case: Case) -> None:
     """A batch of two, and its first row alone."""
     ids, options = prompt(LENGTH, 2), dict(num_beams=3, num_return_sequences=3, length_penalty=0.0)
-    expected = torch.cat([beam_search(case, row[None], 3, 4) for row in ids])
-    assert torch.equal(case.generate(ids, new=4, **options), expected)
-    assert torch.equal(case.generate(ids[:1], new=4, **options), expected[:3])
+    expected = torch.cat([beam_search(case, row[None], 3, 3) for row in ids])
+    assert torch.equal(case.generate(ids, new=3, **options), expected)
+    assert torch.equal(case.generate(ids[:1], new=3, **options), expected[:3])
 
 
 def beam_search(case: Case, ids: torch.Tensor, beams: int, new: int) -> torch.Tensor:
@@ -308,8 +308,8 @@ def turns(case: Case) -> None:
     cache, mine, theirs = case.cache(), prompt(LENGTH, 2), prompt(LENGTH, 2)
     other = case.expected()
     for seed, options in ((3, {}), (4, {}), (5, {"prefill_chunk_size": 2})):
-        mine = case.generate(mine, cache, 4, **options)
-        theirs = case.by_hand(theirs, other, 4, options.get("prefill_chunk_size"))[0]
+        mine = case.generate(mine, cache, 2, **options)
+        theirs = case.by_hand(theirs, other, 2, options.get("prefill_chunk_size"))[0]
         assert torch.equal(mine, theirs) and cache.get_seq_length() == mine.shape[1] - 1
         mine, theirs = (torch.cat([ids, prompt(3, 2, seed=seed)], 1) for ids in (mine, theirs))
 
@@ -397,10 +397,9 @@ def half_precision(case: Case) -> None:
 @mode
 def autocast(case: Case) -> None:
     ids, case.at_once = prompt(LENGTH, 2), True
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            found, (expected, logits) = case.generate(ids), case.by_hand(ids, case.cache())
-        assert torch.equal(found, expected) and logits.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, (expected, logits) = case.generate(ids), case.by_hand(ids, case.cache())
+    assert torch.equal(found, expected) and logits.isfinite().all()
 
 
 class Decoded(DynamicLayer):
@@ -514,17 +513,16 @@ def split(attention: str, hook: type[ModelHook]) -> Any:
 
 @mode
 def on_two_devices(case: Case) -> None:
-    """Greedy, then beams, with a layer on "meta"."""
+    """Beams, with a layer on "meta"."""
     ids, layer = prompt(LENGTH, 2), case.cache().layers[0]
     if case.by_forward and (layer.two or layer.retention.adaptive or layer.policy.needs == "queries"):
         pytest.skip("shapes depend on values, which meta has not")
     far, near = (
         Case(case.spec, case.attention, case.directory, split(case.attention, hook)) for hook in (Elsewhere, Nowhere)
     )
-    for options in ({}, {"num_beams": 2}):
-        cache = far.cache()
-        assert torch.equal(far.generate(ids, cache, **options), near.generate(ids, **options))
-        assert [layer.device.type for layer in cache.layers] == ["cpu", "meta"]
+    cache = far.cache()
+    assert torch.equal(far.generate(ids, cache, 3, num_beams=2), near.generate(ids, new=3, num_beams=2))
+    assert [layer.device.type for layer in cache.layers] == ["cpu", "meta"]
 
 
 @once
@@ -553,7 +551,7 @@ PAIRS = [
     for attention in ("sdpa", "kvcache")
     if attention == "kvcache" or not needs_ours(spec)
 ]
-BOTH = ("greedy", "beams", "turns", "left_padding", "as_the_assistant")  # the others take turns, spec by spec
+BOTH = ("greedy", "left_padding")  # the others take turns, spec by spec
 CELLS = [
     (name, spec, attention)
     for row, name in enumerate(MODES)
