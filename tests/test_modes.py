@@ -8,6 +8,7 @@ spec, fed token by token, or, where what stays depends on the schedule by defini
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache as once
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
-from models import feed, llama, llama_config, prompt
+from models import build, feed, llama, llama_config, prompt
 from test_caches import padded
 from transformers import AutoModelForCausalLM, Cache, CompileConfig, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
@@ -302,14 +302,26 @@ def streaming(case: Case) -> None:
     assert "".join(pieces) == tokenizer().decode(expected[0, LENGTH:]) and len(pieces) > NEW // 2
 
 
+@functools.cache
+def chunks_go_on() -> bool:
+    """Whether this transformers feeds only what is new where a later turn comes in chunks."""
+    model, cache = llama(), DynamicCache(config=llama_config())
+    for length in (6, 9):
+        out = model.generate(prompt(length), past_key_values=cache, max_new_tokens=1, prefill_chunk_size=2)
+    return bool(cache.get_seq_length() == out.shape[1] - 1)
+
+
 @mode
 def turns(case: Case) -> None:
     """Three turns of one conversation with one cache, the last one in chunks."""
     cache, mine, theirs = case.cache(), prompt(LENGTH, 2), prompt(LENGTH, 2)
     other = case.expected()
-    for seed, options in ((3, {}), (4, {}), (5, {"prefill_chunk_size": 2})):
-        mine = case.generate(mine, cache, 2, **options)
-        theirs = case.by_hand(theirs, other, 2, options.get("prefill_chunk_size"))[0]
+    for seed, chunk in ((3, None), (4, None), (5, 2)):
+        if chunk and not chunks_go_on():
+            refused(functools.partial(case.generate, mine, cache, 2, prefill_chunk_size=2), "already holds")
+            return
+        mine = case.generate(mine, cache, 2, prefill_chunk_size=chunk)
+        theirs = case.by_hand(theirs, other, 2, chunk)[0]
         assert torch.equal(mine, theirs) and cache.get_seq_length() == mine.shape[1] - 1
         mine, theirs = (torch.cat([ids, prompt(3, 2, seed=seed)], 1) for ids in (mine, theirs))
 
@@ -463,7 +475,7 @@ def in_a_pipeline(case: Case) -> None:
     assert out["generated_text"] == tokenizer().decode(case.by_hand(ids)[0][0, LENGTH:])
 
 
-@once
+@functools.cache
 def spread(attention: str) -> Any:
     """As ``device_map="auto"`` does it where memory is short: the first layer on the CPU, the second one on disk."""
     folder = tempfile.TemporaryDirectory()
@@ -502,7 +514,7 @@ class Nowhere(ModelHook):
         return torch.zeros_like(output)
 
 
-@once
+@functools.cache
 def split(attention: str, hook: type[ModelHook]) -> Any:
     model = copy.deepcopy(llama(attention))
     add_hook_to_module(model.model.layers[1], hook())
@@ -525,7 +537,7 @@ def on_two_devices(case: Case) -> None:
     assert [layer.device.type for layer in cache.layers] == ["cpu", "meta"]
 
 
-@once
+@functools.cache
 def tokenizer() -> Any:
     """Token n is the word "wn"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -598,7 +610,7 @@ def of_every_spec(model: Any, directory: Any) -> list[Any]:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is missing")
 def test_tensor_parallel(tmp_path: Any) -> None:
     """Two processes with one of two KV heads each say the same, and what one process says."""
-    model = llama("kvcache")
+    model = build(llama_config(vocab_size=98), "kvcache")  # an even number of words, for two
     model.save_pretrained(tmp_path)
     (tmp_path / "rank.py").write_text(RANK)
     tests = Path(__file__).parent
