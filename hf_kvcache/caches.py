@@ -269,21 +269,6 @@ class KVCache(compat.Cache):
         """Whether ``crop`` is exact at any time, as assisted generation requires."""
         return all(layer.is_croppable for layer in self.layers)
 
-    def activate_past_recording(self) -> None:
-        """What assisted generation calls first: from now on, native windows can be rolled back.
-
-        Raises:
-            ValueError: nothing of this cache gains by it, and ``crop`` is not exact at any time: then the caller is
-                better told now than after its first rejected draft.
-        """
-        gains = any(not isinstance(layer, KVLayer) and hasattr(layer, "record_past") for layer in self.layers)
-        if not gains and not self.is_croppable:
-            raise ValueError(
-                f"{self.spec!r} cannot take back any number of tokens, which assisted generation needs: use retention "
-                "'all' with storage 'full', 'int8' or 'fp8', or generate without an assistant or prompt lookup"
-            )
-        super().activate_past_recording()
-
     def rollback(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens, exactly.
 
