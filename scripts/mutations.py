@@ -183,15 +183,15 @@ MUTATIONS = [
     fault(
         "crop of a position counter forgotten",
         "caches",
-        "self._last_position = (max(least + tokens_to_remove, 0), max(most + tokens_to_remove, 0))",
+        "self._last_positions = [max(last + tokens_to_remove, 0) for last in self._last_positions]",
         "pass",
         "test_caches.py::test_b31_rolling_back_one_token_is_the_way_out",
     ),
     fault(
         "a prompt fed twice goes through",
         "caches",
-        "if high <= most and low <= least and most > 0:",
-        "if False:",
+        "if max(lasts) > 0 and all(",
+        "if False and all(",
         "test_caches.py::test_b31_a_prompt_that_is_fully_cached",
     ),
     fault(
