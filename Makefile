@@ -1,11 +1,13 @@
 # Two commands do everything on a machine with python3, pip and venv:
 #   make demo   install into .venv, then compare the caches on the embedded model and text
 #   make test   install into .venv, then run the whole test suite
+# Tests run in WORKERS processes of one thread each.
 # VENV and CONSTRAINTS choose another tested set: make test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+WORKERS ?= 2
 BIN := $(VENV)/bin
 FILLED := $(VENV)/.filled
 
@@ -30,7 +32,7 @@ demo: venv
 	$(BIN)/python scripts/compare.py
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check .

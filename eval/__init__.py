@@ -17,9 +17,11 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `retrieval.py` | `python -m eval retrieval`: does it still hold what the question at the end asks for? |
 | `streaming.py` | `python -m eval streaming`: how well is a stream predicted that is far longer than the window? |
 | `doctor.py` | `python -m eval doctor`: which storage does this model bear, and which of its layers do not? |
-| `quality.py` | the command `python -m eval quality` |
+| `profile.py` | `python -m eval profile`: what does my workload cost, request by request? |
 | `tasks.py` | which questions can be asked here? |
 | `run.py` | what does a cache cost in right answers? |
+| `ranks.py` | who answers which items, where one run has several processes? |
+| `cluster.py` | which machine measures which cell? |
 | `paired.py` | is that a difference, or noise? |
 | `findings.py` | what do the records say, and how sure is it? |
 | `charts.py`, `report.py` | what does that look like, on one page? |

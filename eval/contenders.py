@@ -106,14 +106,19 @@ def with_controls(specs: list[str], config: Any) -> list[str]:
 
 
 def use_attention(model: Any, spec: str, implementation: str) -> None:
-    """Switch attention for the next forward: `kvcache` reads our caches only, stock ones get sdpa."""
+    """Switch attention for the next forward: `kvcache` reads our caches only, stock ones get a stock one."""
     if implementation == "kvcache":
         import hf_kvcache
 
         hf_kvcache.register()
-        implementation = "kvcache" if is_ours(spec) else "sdpa"
+        implementation = "kvcache" if is_ours(spec) else stock_attention(model)
     if model.config._attn_implementation != implementation:
         model.set_attn_implementation(implementation)
+
+
+def stock_attention(model: Any) -> str:
+    """`sdpa`, or `eager` for a model that has none, such as gpt-oss with its learned sinks."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def _stock(spec: str, config: Any) -> QuantizedCache:

@@ -30,6 +30,7 @@ FREE = {
     "streaming": ("attn", "context"),
 }
 NOT_ANSWERS = set(FREE)
+NOT_SHOWN = {"doctor", "profile"}  # they have a say of their own
 
 
 class Answer(NamedTuple):
@@ -114,7 +115,7 @@ class Findings(NamedTuple):
 
 def find(records: Iterable[Record], model: str | None = None) -> Findings:
     """The findings for one model: as named, or the one with the most records."""
-    known = latest(list(records))
+    known = [record for record in latest(list(records)) if record["task"] not in NOT_SHOWN]
     counts = Counter(record["model"] for record in known)
     if not counts:
         raise ValueError("there are no result records; measure something first: python -m eval quality, or run")

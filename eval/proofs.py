@@ -71,8 +71,9 @@ def cached_equals_uncached(
 @torch.inference_mode()
 def zeroed_cache_wrecks(model: Any, ids: torch.Tensor, *, step: int, spec: str = "full") -> float:
     """Perplexity with a zeroed cache over perplexity with the same cache whole; must be at least 2."""
-    whole = _perplexity(_logits(model, ids, step, "sdpa", spec), ids)
-    broken = _perplexity(_logits(model, ids, step, "sdpa", spec, wrecked=True), ids)
+    attn = contenders.stock_attention(model)
+    whole = _perplexity(_logits(model, ids, step, attn, spec), ids)
+    broken = _perplexity(_logits(model, ids, step, attn, spec, wrecked=True), ids)
     if not broken >= 2 * whole:
         raise ValueError(
             f"proof failed: perplexity is {whole:.4g} with {spec} and {broken:.4g} with a zeroed cache; "

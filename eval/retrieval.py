@@ -45,12 +45,12 @@ NAMES = (
 ).split()
 INTRODUCTION = "Each person in this text has a pass key of five digits."
 FACT = " The pass key of {name} is {key}."
-FILLER = (
-    " The road runs past the old mill.",
-    " A light rain falls on the roofs.",
-    " Somebody has left a window open.",
-    " The kettle is warm and the dog sleeps.",
-    " Nothing else happens for a while.",
+FILLER = (  # of the pass key test of Mohtashami and Jaggi (arXiv:2305.16300), which most others use too
+    " The grass is green.",
+    " The sky is blue.",
+    " The sun is yellow.",
+    " Here we go.",
+    " There and back again.",
 )
 QUESTION = "\nWhat is the pass key of {name}? The pass key of {name} is"
 ANSWER = " {key}"

@@ -8,6 +8,11 @@ same items for every cache, so that each is compared with the stock full-precisi
 pairs: difference, its standard error, and a sign test (`paired.py`). A cell whose cache promised fewer bytes and holds
 as many is refused: no compression happened, so its score would say nothing.
 
+    accelerate launch --multi_gpu -m eval run --config FILE     the items of a cell, shared by processes (`ranks.py`)
+    python -m eval run --config FILE --ray ADDRESS              the cells, spread over a Ray cluster (`cluster.py`)
+
+Either way the records are those of this process alone.
+
     models: [smollm2]                              # hub names, folders, or embedded ones
     specs: [full, int8, "sink(4,60)"]              # names of eval/contenders.py
     tasks: [lambada, {name: kv, length: 1024}]     # names of eval/tasks.py; length: of generated contexts, in tokens
@@ -27,6 +32,7 @@ import torch
 
 from eval import contenders, models, records, tasks
 from eval.paired import mean_se, paired
+from eval.ranks import Ranks, join
 from eval.tasks import CHOICE, COPY, GENERATE, WORD
 from hf_kvcache import likelihood
 
@@ -66,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="results, instead of the file's `out`")
     for name in LISTS:
         parser.add_argument(f"--{name}", nargs="+", help=f"instead of the file's `{name}`")
+    about = "spread the cells over the Ray cluster at ADDRESS (the one this machine is in; local: a new one here)"
+    parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
+    parser.add_argument(
+        "--ray-cpus", type=int, default=1, help="CPUs of a cell, in a cluster without GPUs (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,16 +87,41 @@ def run(args: argparse.Namespace) -> None:
         reason = tasks.why_not(asked["name"], folder)
         if reason:
             raise ValueError(f"task {asked['name']!r} cannot run here: {reason}")
-    done = {records.identity(record): record for record in records.read(out)}
-    refused = []
-    for name in config["models"]:
-        loaded = models.load_model(name, config["device"], config["dtype"])
-        specs = contenders.available(config["specs"], loaded.model.config)
-        for asked in config["tasks"]:
-            items = tasks.load(asked["name"], folder, made(loaded, asked, config))
-            refused += _task(loaded, asked, items, specs, config, done, out)
+    ranks = join()
+    if args.ray is None:
+        with ranks.one_voice():
+            refused = here(config, folder, out, ranks)
+    elif ranks.size > 1:
+        raise ValueError(f"--ray spreads the cells by itself: start one process, not {ranks.size}")
+    else:
+        from eval import cluster
+
+        refused = cluster.sweep(config, folder, out, args.ray, args.ray_cpus)
+    if refused and not ranks.main:
+        raise SystemExit(1)
     if refused:
         raise ValueError(f"{len(refused)} cells gave no result: {'; '.join(refused)}")
+
+
+def here(config: dict[str, Any], folder: Path | None, out: Path, ranks: Ranks) -> list[str]:
+    """Measure cell by cell, with all the processes of this launch. Returns what was refused."""
+    done = {records.identity(record): record for record in records.read(out)} if ranks.main else None
+    done, refused = ranks.from_main(done), []
+    for name in config["models"]:
+        loaded = models.load_model(name, ranks.device_of(config["device"]), config["dtype"])
+        specs = contenders.available(config["specs"], loaded.model.config)
+        for asked in config["tasks"]:
+            kind, items = tasks.task(asked["name"]).kind, tasks.load(asked["name"], folder, made(loaded, asked, config))
+            framed = [frame(loaded, asked, items, spec, config) for spec in specs]
+            book = Book(asked, framed, done, out if ranks.main else None)
+            for cell in book.missing():
+                if not book.closed:
+                    try:
+                        book.add(cell, measure(loaded, kind, items, cell["spec"], config, ranks))
+                    except ValueError as error:
+                        book.add(cell, str(error))
+            refused += book.refused
+    return refused
 
 
 def settle(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,35 +171,61 @@ def made(loaded: models.Loaded, asked: dict[str, Any], config: dict[str, Any]) -
     return tasks.Made(loaded.tokenizer, asked["items"], asked.get("length", 0), config["seed"])
 
 
-def _task(
-    loaded: models.Loaded,
-    asked: dict[str, Any],
-    items: list[tasks.Item],
-    specs: list[str],
-    config: dict[str, Any],
-    done: dict[str, records.Record],
-    out: Path,
-) -> list[str]:
-    """One task for every cache, the baseline first. Returns what was refused."""
-    kind, baseline, refused = tasks.task(asked["name"]).kind, None, []
-    for spec in specs:
-        record = frame(loaded, asked, items, spec, config)
-        known = done.get(records.identity(record))
-        if known is None:
-            try:
-                answers = measure(loaded, kind, items, spec, config)
-                known = {**record, "metrics": metrics(kind, spec, answers, baseline)}
-            except ValueError as error:
-                refused.append(f"{asked['name']} with {spec}: {error}")
-                print(f"refused {refused[-1]}", flush=True)
-                if baseline is None:
-                    break
-                continue
-            records.append(out, known)
-            done[records.identity(known)] = known
-        baseline = baseline or known["metrics"]
+class Book:
+    """The cells of one task and model, as their answers come in: others wait for the baseline's.
+
+    Args:
+        out: where records go; None: nowhere.
+    """
+
+    def __init__(
+        self, asked: dict[str, Any], frames: list[records.Record], done: dict[str, records.Record], out: Path | None
+    ) -> None:
+        self.task, self.kind = asked["name"], tasks.task(asked["name"]).kind
+        self.frames, self.done, self.out = frames, done, out
+        self.baseline: dict[str, Any] | None = None
+        self.closed = False  # without a baseline there is nothing to compare with
+        self.refused: list[str] = []
+        self._early: list[tuple[records.Record, Answers]] = []
+
+    def missing(self) -> list[records.Record]:
+        """The cells to be measured; the others are known, and printed."""
+        found = []
+        for frame in self.frames:
+            known = self.done.get(records.identity(frame))
+            if known is None:
+                found.append(frame)
+            else:
+                self._settle(known)
+        return found
+
+    def add(self, frame: records.Record, found: Answers | str) -> None:
+        """Take the answers of a cell, or the reason why there are none."""
+        if self.closed:
+            return
+        if self.baseline is None and frame["spec"] != contenders.BASELINE and not isinstance(found, str):
+            self._early.append((frame, found))
+            return
+        try:
+            if isinstance(found, str):
+                raise ValueError(found)
+            known = {**frame, "metrics": metrics(self.kind, frame["spec"], found, self.baseline)}
+        except ValueError as error:
+            self.refused.append(f"{self.task} with {frame['spec']}: {error}")
+            print(f"refused {self.refused[-1]}", flush=True)
+            self.closed = frame["spec"] == contenders.BASELINE
+            return
+        if self.out is not None:
+            records.append(self.out, known)
+        self.done[records.identity(known)] = known
+        self._settle(known)
+
+    def _settle(self, known: records.Record) -> None:
         print(line(known), flush=True)
-    return refused
+        if known["spec"] == contenders.BASELINE:
+            self.baseline, early, self._early = known["metrics"], self._early, []
+            for frame, found in early:
+                self.add(frame, found)
 
 
 def frame(
@@ -191,26 +253,75 @@ def frame(
 # ---- answers -----------------------------------------------------------------------------------------------
 
 
-def measure(loaded: models.Loaded, kind: str, items: list[tasks.Item], spec: str, config: dict[str, Any]) -> Answers:
-    """Answer all items through caches of that name."""
+class Share(NamedTuple):
+    """What one process answered: by number a `Scored` of a request, or the score of an item; and what was stored."""
+
+    scored: dict[int, Any]
+    nbytes: int
+    tokens: int
+
+
+def measure(
+    loaded: models.Loaded,
+    kind: str,
+    items: list[tasks.Item],
+    spec: str,
+    config: dict[str, Any],
+    ranks: Ranks = Ranks(),  # noqa: B008 (a constant)
+) -> Answers:
+    """Answer all items through caches of that name, each process a part of them."""
+    asks = [
+        [likelihood.Request(*map(tuple, pair)) for pair in tasks.encode(loaded.tokenizer, item)]
+        for item in (items if kind != GENERATE else [])
+    ]
+    try:
+        mine: Share | str = share(loaded, kind, items, asks, spec, config, ranks)
+    except ValueError as error:  # the others wait for this process
+        mine = str(error)
+    nbytes = tokens = 0
+    scored: dict[int, Any] = {}
+    for part in ranks.gather(mine):
+        if isinstance(part, str):
+            raise ValueError(part)
+        scored |= part.scored
+        nbytes, tokens = nbytes + part.nbytes, tokens + part.tokens
+    ordered = iter([scored[index] for index in range(len(scored))])
+    if kind == GENERATE:
+        return Answers(list(ordered), [], nbytes, tokens)
+    judged = [judge(kind, [next(ordered) for _ in own], item.gold) for own, item in zip(asks, items, strict=True)]
+    right, logprob = map(list, zip(*judged, strict=True))
+    return Answers(right, logprob, nbytes, tokens)
+
+
+def share(
+    loaded: models.Loaded,
+    kind: str,
+    items: list[tasks.Item],
+    asks: list[list[likelihood.Request]],
+    spec: str,
+    config: dict[str, Any],
+    ranks: Ranks,
+) -> Share:
+    """Answer what is this process's part."""
     from tqdm import tqdm
 
     torch.manual_seed(config["seed"])
     contenders.use_attention(loaded.model, spec, config["attn"])
     stored = Stored()
     make = lambda: contenders.make_cache(spec, loaded.model.config)  # noqa: E731
-    with tqdm(total=len(items), desc=spec, unit="item", leave=False) as bar:
-        if kind == GENERATE:
-            right = [generated(loaded, item, make(), stored, bar.update) for item in items]
-            return Answers(right, [], stored.nbytes, stored.tokens)
-        asks = [[likelihood.Request(*map(tuple, pair)) for pair in tasks.encode(loaded.tokenizer, i)] for i in items]
-        bar.total = sum(map(len, asks))
-        flat = [ask for own in asks for ask in own]
-        options = {"step": config["step"], "batch_size": config["batch"], "dtype": torch.float32}
-        scored = iter(likelihood.score(loaded.model, flat, make, filled=stored.add, tick=bar.update, **options))
-    judged = [judge(kind, [next(scored) for _ in own], item.gold) for own, item in zip(asks, items, strict=True)]
-    right, logprob = map(list, zip(*judged, strict=True))
-    return Answers(right, logprob, stored.nbytes, stored.tokens)
+    if kind == GENERATE:
+        mine = list(range(ranks.rank, len(items), ranks.size))
+        with tqdm(total=len(mine), desc=spec, unit="item", leave=False) as bar:
+            scored = [generated(loaded, items[index], make(), stored, bar.update) for index in mine]
+        return Share(dict(zip(mine, scored, strict=True)), stored.nbytes, stored.tokens)
+    flat = [ask for own in asks for ask in own]
+    mine = likelihood.part(flat, make(), config["batch"], ranks.rank, ranks.size)
+    options = {"step": config["step"], "batch_size": config["batch"], "dtype": torch.float32}
+    with tqdm(total=len(mine), desc=spec, unit="item", leave=False) as bar:
+        found = likelihood.score(
+            loaded.model, [flat[i] for i in mine], make, filled=stored.add, tick=bar.update, **options
+        )
+    return Share(dict(zip(mine, found, strict=True)), stored.nbytes, stored.tokens)
 
 
 class Stored:

@@ -63,11 +63,12 @@ def prefill_seconds(model: Any, ids: torch.Tensor, specs: list[str], attn: str) 
     for chunk in ids.split(CHUNK, dim=1):
         for spec, cache in caches.items():
             contenders.use_attention(model, spec, attn)
-            spent[spec] += _timed(model, chunk, cache)[0]
+            spent[spec] += timed(model, chunk, cache)[0]
     return spent
 
 
-def _timed(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
+def timed(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
+    """Seconds to feed tokens [1, S], and the token that is predicted after them."""
     _sync(model)
     start = time.perf_counter()
     predicted = int(_feed(model, ids, cache).argmax())
@@ -81,7 +82,7 @@ def states_of(model: Any, ids: torch.Tensor) -> States | None:
     cache: Any = DynamicCache(config=model.config)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return None
-    contenders.use_attention(model, contenders.BASELINE, "sdpa")
+    contenders.use_attention(model, contenders.BASELINE, contenders.stock_attention(model))
     for chunk in ids.split(CHUNK, dim=1):
         _feed(model, chunk, cache)
     return [(layer.keys, layer.values) for layer in cache.layers]
@@ -123,7 +124,7 @@ def race(
         token = ids[:, context + 1 + turn : context + 2 + turn]
         for spec, cache in caches.items():
             contenders.use_attention(model, spec, attn)
-            seconds, predicted = _timed(model, token, cache)
+            seconds, predicted = timed(model, token, cache)
             if turn >= WARMUP:
                 laps[spec].seconds.append(seconds)
                 laps[spec].predicted.append(predicted)

@@ -78,13 +78,13 @@ class Moved(NamedTuple):
 
     sinks: int
     edge: int
-    query: int  # token number of the first query
+    query: int | torch.Tensor  # token number of the first query; or of all of them, [B, Q], where rows differ
     rope: Any
 
-    def deltas(self, queries: int, device: torch.device) -> torch.Tensor:
-        """How far each query has to be turned, [Q], all <= 0."""
-        p = torch.arange(self.query, self.query + queries, device=device)
-        return p.clamp_max(self.edge) - p
+    def deltas(self, queries: int, device: torch.device) -> torch.Tensor | None:
+        """How far each query has to be turned, [Q] or [B, Q], all <= 0; ``None``: none of them."""
+        p = self.query if isinstance(self.query, torch.Tensor) else torch.arange(self.query, self.query + queries)
+        return (p.clamp_max(self.edge) - p).to(device) if int(p.max()) > self.edge else None
 
 
 class History(NamedTuple):
@@ -98,6 +98,7 @@ class History(NamedTuple):
     moved: Moved | None = None
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
+    chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
@@ -129,14 +130,16 @@ class Stored:
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
         if self._plain is None:
-            self._plain = self.history.decode_side(self._side)
+            chunk = self.history.chunk
+            history = self.history if chunk is None else chunk.resolve(None)
+            self._plain = history.decode_side(self._side)
         return self._plain
 
     @property
     def shape(self) -> torch.Size:
         part = self.history.parts[0]
         state = part.keys if self._side == 0 else part.values
-        n = sum(part.tokens for part in self.history.parts)
+        n = self.history.chunk.tokens if self.history.chunk else sum(part.tokens for part in self.history.parts)
         batch = self.history.batch or state[0].shape[0]
         return torch.Size((batch, state[0].shape[1], n, state[0].shape[-1]))
 
@@ -189,7 +192,7 @@ def attend(
     if not 0 < query.shape[2] <= SMALL or any(type(part) is not Part for part in parts):
         return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
     whole = [part.expand(batch) for part in parts]
-    joined = mask if visible is None else _combine(mask, visible.rows()[None, None])
+    joined = mask if visible is None else _combine(mask, visible.rows())
     if query.device.type == "cpu" and all(part.keys[0].shape[0] == batch for part in whole):
         from . import cpu_decode
 
@@ -266,7 +269,7 @@ def attend_torch(
         stop = min(start + rows, queries)
         some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
         if visible is not None:
-            some = _combine(some, visible.rows(start, stop)[None, None])
+            some = _combine(some, visible.rows(start, stop))
         other = None if turned is None else turned[:, :, start:stop]
         out.append(_attend_rows(query[:, :, start:stop], parts, scaling, some, softcap, s_aux, mass, other))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
@@ -427,7 +430,7 @@ def kvcache_attention(
 
         parts, visible = [Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))], None
     else:
-        history = key.history
+        history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
         blind = history.evicts and history.visible is None and history.observer is None
         if blind and attention_mask is not None and _has_pads(attention_mask):
             raise ValueError(PADDED)
@@ -452,10 +455,9 @@ def kvcache_attention(
             plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
         mask = _causal(queries, tokens, query.device)
-    moved = key.history.moved if isinstance(key, Stored) else None
     turned = None
-    if moved is not None and moved.query + queries - 1 > moved.edge:
-        parts, turned = _move_sinks(query, parts, moved)
+    if isinstance(key, Stored) and history.moved is not None:
+        parts, turned = _move_sinks(query, parts, history.moved)
     if turned is None:
         out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
     else:
@@ -469,12 +471,14 @@ def _move_sinks(query: torch.Tensor, parts: list[Part], moved: Moved) -> tuple[l
     One query needs no turned copy of itself: its few sinks are turned the other way instead, for any backend.
     """
     first, deltas = parts[0], moved.deltas(query.shape[2], query.device)
+    if deltas is None:
+        return parts, None
     sinks, rest = first.block(0, moved.sinks), first.block(moved.sinks, first.tokens)
     parts = [sinks, *([rest] if rest.tokens else []), *parts[1:]]
     if query.shape[2] > 1:
         return parts, moved.rope.turn(query.float(), deltas)
     keys = sinks.key_codec.decode(sinks.keys, torch.float32)
-    keys = moved.rope.turn(keys, (-deltas).expand(moved.sinks)).to(query.dtype)
+    keys = moved.rope.turn(keys, (-deltas).expand(*deltas.shape[:-1], moved.sinks)).to(query.dtype)
     full = type(sinks.keys)(keys)
     return [sinks._replace(keys=full), *parts[1:]], None
 

@@ -85,7 +85,7 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
-        self._last_position = 0
+        self._last_position = (0, 0)  # the least and the greatest of any row
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
@@ -126,18 +126,21 @@ class KVCache(compat.Cache):
         return {int(index) % count for index in layers}
 
     def _refuse_far_eviction(self) -> None:
-        if isinstance(self.placement, Offload) and isinstance(self.retention, Importance):
+        if not isinstance(self.placement, Offload) or not isinstance(self.retention, Importance):
+            return
+        what = "adaptive budgets" if self.retention.adaptive else "keep_recent" if self.placement.keep_recent else ""
+        if self.placement.tier == "disk" or what:
             raise ValueError(
-                f"{self.spec!r}: importance eviction replaces single tokens in place, which a far tier cannot do: "
-                "use retention 'all' or 'sink', or placement 'device'"
+                f"{self.spec!r}: importance eviction replaces single tokens in place, which {what or 'blocks on disk'} "
+                "cannot follow off the device: use placement 'cpu' without keep_recent and adaptive, or 'device'"
             )
 
     def _make_layer(self, stock: Any, index: int, layers: int, skip: bool, keep: bool) -> Any:
         if compat.is_plain_full_attention(stock):
             storage = specs.storage("full") if skip else self.storage
-            if isinstance(self.retention, Importance):
-                return EvictionLayer(storage, self.retention, self.config, index, layers)
             home = None if keep or self._offloader is None else self._offloader.home(index, storage.residual)
+            if isinstance(self.retention, Importance):
+                return EvictionLayer(storage, self.retention, self.config, index, layers, home)
             return KVLayer(storage, self.retention, self.config, index, home)
         if type(stock) is compat.DynamicSlidingWindowLayer:
             return WindowLayer(stock.sliding_window)
@@ -210,12 +213,16 @@ class KVCache(compat.Cache):
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
             return
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            self._last_position += 1
+            least, most = self._last_position
+            self._last_position = (least + 1, most + 1)
             return
-        first, last = positions[:, [0, -1]].amax(0).tolist()
-        if first <= self._last_position and self._last_position > 0:  # position 0 again and again: pads
+        ends = positions[:, [0, -1]]
+        (low, last_low), (high, last_high) = ends.amin(0).tolist(), ends.amax(0).tolist()
+        least, most = self._last_position
+        # In all rows, that is: one that is fed pads repeats a position, before its first token it is 0 again and again.
+        if high <= most and low <= least and most > 0:
             raise ValueError(FED_TWICE)
-        self._last_position = last
+        self._last_position = (last_low, last_high)
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
@@ -286,12 +293,13 @@ class KVCache(compat.Cache):
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        self._last_position = max(self._last_position + tokens_to_remove, 0)
+        least, most = self._last_position
+        self._last_position = (max(least + tokens_to_remove, 0), max(most + tokens_to_remove, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows ``indices`` (integers or a bool mask)."""
         super().batch_select_indices(indices)
-        self._last_position = 0  # it may have been that of a row which is gone
+        self._last_position = (0, 0)  # it may have been that of a row which is gone
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -390,7 +398,7 @@ class KVCache(compat.Cache):
 
         Args:
             config: ``model.config`` of the model that made the cache.
-            spec: refuse a file of another spec than this one.
+            spec: refuse a file of another storage or retention than this one's; its placement is the new cache's.
             device: where everything goes; without it, to the devices that it was saved from.
 
         Raises:
@@ -399,8 +407,9 @@ class KVCache(compat.Cache):
                 of the file is used before all of it was checked.
         """
         read = snapshot.read(path)
-        snapshot.check(read, config, None if spec is None else KVCache.from_spec(config, spec).spec)
-        cache = KVCache.from_spec(config, read.metadata["spec"])
+        snapshot.check(read, config)
+        cache = KVCache.from_spec(config, read.metadata["spec"] if spec is None else spec)
+        snapshot.check_spec(read, cache.spec)
         snapshot.restore(cache, read, device)
         return cache
 
@@ -409,6 +418,9 @@ class KVCache(compat.Cache):
     @property
     def nbytes(self) -> int:
         """Every byte this cache holds: the storages of all tensors reachable from it, each counted once."""
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.catch_up()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(self.layers)}
         return sum(storages.values())
 
@@ -416,9 +428,9 @@ class KVCache(compat.Cache):
         """Bytes by tier and part; the sum over everything is ``nbytes``.
 
         Parts: ``payload`` (codes, or plain values where nothing is encoded), ``scales``, ``residual`` (full-precision
-        tokens beside encoded ones), ``indices`` and ``scores`` (of importance eviction; ``indices`` also the rotation
-        tables of ``reposition``), ``window`` (native sliding layers and recurrent states), ``spare`` (allocated rows
-        not yet used), ``staging`` (copies of offloaded layers).
+        tokens beside encoded ones), ``indices`` (of kept tokens, and tables of rotations), ``scores`` (of importance
+        eviction), ``window`` (native sliding layers and recurrent states), ``spare`` (allocated rows not yet used),
+        ``staging`` (copies of offloaded layers).
         """
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "window", "spare"), 0)
         tiers = {"device": parts}
@@ -443,7 +455,8 @@ class KVCache(compat.Cache):
         if not ours:
             return CacheStats(self.get_seq_length(), self.get_seq_length(), 0, 0)
         quantized = max(layer.quantized for layer in ours)
-        return CacheStats(ours[0].seen, ours[0].kept, ours[0].seen - ours[0].kept, quantized, *moves)
+        seen, kept = ours[0].get_seq_length(), ours[0].kept
+        return CacheStats(seen, kept, seen - kept, quantized, *moves)
 
 
 class QuantizedCache(KVCache):

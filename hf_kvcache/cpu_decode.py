@@ -237,6 +237,9 @@ def _plain(t: torch.Tensor) -> bool:
 
 def _side_fields(codec: Codec, state: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...] | None:
     """The fields of Side; ``None`` for what the kernel cannot read."""
+    grouped, bits = GROUPED.get(getattr(codec, "axis", "")), getattr(codec, "bits", 0)
+    if codec.name not in WRITES and (grouped is None or codec.name != f"int{bits}"):
+        return None  # somebody else's codec: its state is its own business
     codes, width = state[0], shape[3]
     strides = codes.stride()
     if type(codes) is not torch.Tensor or codes.device.type != "cpu" or not 0 < width <= MAX_WIDTH:
@@ -253,9 +256,7 @@ def _side_fields(codec: Codec, state: Any, shape: tuple[int, int, int, int]) -> 
         assert codes.element_size() == 1 and scale.dtype is torch.float32 and scale.shape == (*codes.shape[:3], 1)
         form = EIGHT_BITS[codec.name]
         return form, codes.data_ptr(), *strides[:3], scale.data_ptr(), *scale.stride()[:3], 0, 0, 0, turned
-    grouped, bits = GROUPED.get(getattr(codec, "axis", "")), getattr(codec, "bits", 0)
-    if grouped is None or codec.name != f"int{bits}":
-        return None
+    assert grouped is not None
     return _grouped_fields(grouped, bits, codec.group, state, turned)
 
 

@@ -32,12 +32,14 @@ import torch
 from . import compat
 from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS
+from .far_slots import FarSlots
 from .layers import Held, KVLayer, refuse_positive
 from .masked import ASK_FOR_OURS, allowed, watched
+from .placement import Home
 from .policies import Pool
 from .retention import Importance
 from .rope import Rope
-from .slots import Ragged, Slots, choose, slots_used, take_part
+from .slots import Ragged, Slots, add_bytes, choose, slots_used, take_part
 from .spec import Storage
 from .store import concat
 
@@ -61,6 +63,7 @@ class EvictionLayer(KVLayer):
     Args:
         storage, retention, config, index: as ``KVLayer``.
         layers: how many layers the model has, for ``pyramid``.
+        home: where kept tokens live, if not on the device; tokens that are plain beside encoded ones stay there.
 
     Raises:
         ValueError: ``adaptive`` with a storage that keeps plain tokens beside encoded ones, or a policy that needs
@@ -69,7 +72,15 @@ class EvictionLayer(KVLayer):
 
     retention: Importance
 
-    def __init__(self, storage: Storage, retention: Importance, config: Any, index: int, layers: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        retention: Importance,
+        config: Any,
+        index: int,
+        layers: int,
+        home: Home | None = None,
+    ) -> None:
         self.budget = retention.for_layer(index, layers)
         self.policy = retention.policy
         self.two = storage.has_tail or bool(storage.sinks)
@@ -78,7 +89,7 @@ class EvictionLayer(KVLayer):
                 f"adaptive budgets with storage {storage.spec!r}, which keeps plain tokens beside encoded ones: not "
                 "supported, use 'full', 'int8' or 'fp8', or leave out adaptive"
             )
-        super().__init__(storage, retention, config, index)
+        super().__init__(storage, retention, config, index, home)
         rotates = self.policy.needs == "queries" and compat.uses_rotary(config, index)
         self.rope = Rope(config, index) if rotates else None
 
@@ -86,7 +97,8 @@ class EvictionLayer(KVLayer):
         """Forget everything."""
         super().reset()
         storage, full = self.storage, CODECS["full"]
-        self.kept_slots: Any = Slots(storage.key_codec, storage.value_codec, storage.group)
+        codecs = (storage.key_codec, storage.value_codec, storage.group)
+        self.kept_slots: Any = Slots(*codecs) if self.home is None else FarSlots(*codecs, self.home)
         self.tail_slots = Slots(full, full, 1)
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
         self.memory: dict[str, torch.Tensor] = {}
@@ -111,6 +123,8 @@ class EvictionLayer(KVLayer):
         self._check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.home is not None:
+            self.home.enter(key_states.device)
         with torch.no_grad(), full_precision(key_states.device):
             history = self._take(key_states, value_states)
             if attention == NAME:
@@ -265,19 +279,12 @@ class EvictionLayer(KVLayer):
         if isinstance(slots, Slots) and rows is None and slots.used < limit:
             return slots.append(part, position, scores, limit)
         if isinstance(slots, Slots) and rows is not None and slots.used < limit:
-            self._open(slots, limit)
+            slots.open(limit)  # only rows that may grow use theirs
         held = slots.positions()[..., 0]
         worst = self._shielded(held, slots.scores())
         if rows is not None or isinstance(slots, Ragged):
             worst = self._rooms(worst, held, rows)
         slots.put(worst.argmin(-1), part, position, scores)
-
-    def _open(self, slots: Slots, limit: int) -> None:
-        """One more empty slot for every row; only rows that may grow use theirs."""
-        slots.grow(limit)
-        slots.position[:, :, slots.used] = -1
-        slots.score[:, :, slots.used] = -INF
-        slots.used += 1
 
     def _rooms(self, worst: torch.Tensor, held: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """An empty slot comes first for a row that has not used up its budget, and never for one that has."""
@@ -485,6 +492,11 @@ class EvictionLayer(KVLayer):
         ]
         return [part for part in parts if part.tokens]
 
+    def far_at(self, seen: int) -> Held:
+        """Of ``held_at``, what a placement may move off the device."""
+        sealed = self.held_at(seen)[0]
+        return sealed._replace(tokens=0) if self.two and sealed.key_codec.lossless else sealed
+
     @property
     def positions(self) -> torch.Tensor | None:
         """Which of its row's own tokens each head holds, ascending, [B, H, kept] int64; -1 after the last one."""
@@ -512,18 +524,25 @@ class EvictionLayer(KVLayer):
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by part: codes or plain values, scales, plain tokens beside encoded ones, positions and scores."""
         parts = dict.fromkeys(("payload", "scales", "residual", "indices", "scores", "spare"), 0)
+        tiers = {"device": parts}
         for slots in self._containers():
-            plain = "residual" if slots is self.tail_slots and not self.storage.lossless else "payload"
-            for state in (slots.keys, slots.values):
-                for name, t in zip(state._fields, state, strict=True):
-                    parts["scales" if name in ("scale", "zero") else plain] += t.untyped_storage().nbytes()
+            if isinstance(slots, FarSlots):
+                tiers |= slots.bytes_by_tier(parts)
+            else:
+                plain = "residual" if slots is self.tail_slots and not self.storage.lossless else "payload"
+                add_bytes(parts, plain, slots.keys, slots.values)
             parts["scores"] += slots.score.untyped_storage().nbytes()
-            others = [t for t in slots.tensors() if t.dtype in (torch.int32, torch.int64)]
-            parts["indices"] += sum(t.untyped_storage().nbytes() for t in others)
-        beside = [*self.memory.values(), *(self.rope.tensors() if self.rope else ())]
-        parts["scores"] += sum(t.untyped_storage().nbytes() for t in beside)
-        parts["indices"] += 0 if self.own is None else self.own.untyped_storage().nbytes()
-        return {"device": parts}
+            parts["indices"] += sum(t.untyped_storage().nbytes() for t in slots.numbers())
+        parts["scores"] += sum(t.untyped_storage().nbytes() for t in self.memory.values())
+        if self.pending is not None:  # no attention of ours has come yet
+            waiting = [self.pending.keys, self.pending.values, *self.pending.part.keys, *self.pending.part.values]
+            parts["residual"] += sum(
+                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in waiting}.values()
+            )
+        own = [] if self.own is None else [self.own]
+        tables = self.rope.tensors() if self.rope else ()
+        parts["indices"] += sum(t.untyped_storage().nbytes() for t in (*own, *tables))
+        return tiers
 
     # -- transformers: changing --------------------------------------------------------------------------------------
 
@@ -544,6 +563,8 @@ class EvictionLayer(KVLayer):
         self.seen = left
 
     def _forget_tokens(self) -> None:
+        if not self.is_initialized:
+            return
         shape = (self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized)
         self.reset()
         self.batch_size, self.heads, self.widths, self.dtypes, self.device, self.is_initialized = shape
@@ -593,6 +614,8 @@ class EvictionLayer(KVLayer):
         facts = {name: getattr(self, name) for name in FACTS}
         kinds = {"kept": self.kept_slots, "tail": self.tail_slots}
         held = {name: _export(slots) for name, slots in kinds.items() if slots_used(slots)}
+        if self.home is not None and not self.home.in_place:
+            self.home.discard()  # one staged copy at a time
         return {**facts, "own": self.own, "memory": self.memory, "held": held}
 
     def restore(self, facts: dict[str, Any]) -> None:
@@ -603,6 +626,8 @@ class EvictionLayer(KVLayer):
         for name in FACTS:
             setattr(self, name, facts[name])
         self.is_initialized, self.own, self.memory = True, facts["own"], facts["memory"]
+        if self.home is not None:
+            self.home.device = self.device
         for name, fields in facts["held"].items():
             ragged = "size" in fields
             old = self.kept_slots if name == "kept" else self.tail_slots
@@ -611,7 +636,11 @@ class EvictionLayer(KVLayer):
             for side, codec, width in zip(("keys", "values"), codecs, self.widths, strict=True):
                 kind: Any = type(codec.encode(torch.empty(1, 1, 0, width)))
                 fields[side] = kind(*fields[side])
-            vars(slots).update(fields)
+            for field, value in fields.items():
+                setattr(slots, field, value)
+            if isinstance(slots, FarSlots):
+                slots.send_all()
+                slots.home.discard()
             if name == "kept":
                 self.kept_slots = slots
 
@@ -631,4 +660,5 @@ class EvictionLayer(KVLayer):
 def _export(slots: Any) -> dict[str, Any]:
     names = ("position", "score", "used", "size", "start")
     fields = {name: getattr(slots, name) for name in names if hasattr(slots, name)}
-    return {**fields, "keys": tuple(slots.keys), "values": tuple(slots.values)}
+    far = isinstance(slots, FarSlots)
+    return fields | {side: tuple(t.cpu() if far else t for t in getattr(slots, side)) for side in ("keys", "values")}

@@ -17,7 +17,7 @@ import torch
 
 from . import compat, cpu_decode
 from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
-from .codecs import CODECS, Codec, PerToken
+from .codecs import CODECS, Codec
 from .masked import ASK_FOR_OURS, Visible
 from .placement import Home
 from .retention import Retention
@@ -67,7 +67,7 @@ class Run:
 
     def fuses(self, plain: Part) -> bool:
         """Whether one kernel can encode a token into its slot: 8 bits, on CUDA."""
-        codecs = isinstance(self.key_codec, PerToken) and isinstance(self.value_codec, PerToken)
+        codecs = {self.key_codec.name, self.value_codec.name} <= set(cpu_decode.EIGHT_BITS)  # both kernels know these
         in_place = self.keys.in_place and self.keys.state is not None
         if not (codecs and plain.keys.values.is_cuda and in_place and has_triton()):
             return False
@@ -95,6 +95,12 @@ class Run:
             for slab in self.slabs:
                 slab.appended -= 1
         return bad
+
+    def put(self, part: Part, start: torch.Tensor, count: torch.Tensor) -> None:
+        """Write the first ``count[b]`` tokens of row b from token ``start[b]`` on; see ``Slab.put``."""
+        k, v = self.key_codec.group, self.value_codec.group
+        self.keys.put(start // k, count // k, part.keys)
+        self.values.put(start // v, count // v, part.values)
 
     def replace(self, part: Part) -> None:
         for slab in self.slabs:
@@ -198,6 +204,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.tail = Run(full, full)
         self.seen = 0
         self.peaks: torch.Tensor | None = None  # not looked at yet
+        if self.rope is not None:
+            self.rope.clear()
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)
 
@@ -221,6 +229,10 @@ class KVLayer(compat.CacheLayerMixin):
             Held(storage.key_codec, storage.value_codec, sealed),
             Held(full, full, seen - end),
         ]
+
+    def far_at(self, seen: int) -> Held:
+        """Of ``held_at``, what a placement may move off the device."""
+        return self.held_at(seen)[1]
 
     def _sealed_since(self, token: torch.Tensor) -> torch.Tensor:
         """The first query that sees a token in its encoded form."""
@@ -288,7 +300,16 @@ class KVLayer(compat.CacheLayerMixin):
             if fresh:  # a refused first update leaves nothing behind
                 self.reset()
             raise
+        if self.by_row and self.seen == key_states.shape[2] and self._attention() == NAME and not with_grad:
+            from .padded import Chunk
+
+            history = history._replace(chunk=Chunk(self, key_states, value_states, history))
         return self._present(history, (key_states, value_states) if with_grad else None)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``)."""
+        return (self.retention.evicts or self.storage.has_tail or self.apart > 0) and self.home is None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
         new = keys.shape[2]
@@ -319,6 +340,9 @@ class KVLayer(compat.CacheLayerMixin):
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
         moved = self._moved(self.seen - new)
         return History(parts, visible, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
+
+    def catch_up(self) -> None:
+        """Store tokens that wait for their mask; here none do (see ``padded.PaddedLayer``)."""
 
     def _moved(self, query: int) -> Moved | None:
         """Where ``reposition`` lets queries stand for the sinks."""
@@ -489,8 +513,8 @@ class KVLayer(compat.CacheLayerMixin):
                         name = "residual" if name == "payload" and run is not self.sealed else name
                         parts[name] = parts.get(name, 0) + size
         if self.rope is not None:
-            device = tiers.setdefault("device", {})
-            device["indices"] = device.get("indices", 0) + sum(t.nbytes for t in self.rope.tensors())
+            parts = tiers.setdefault("device", {})
+            parts["indices"] = parts.get("indices", 0) + sum(t.untyped_storage().nbytes() for t in self.rope.tensors())
         return tiers
 
     @property

@@ -86,8 +86,7 @@ def score(
         raise ValueError(f"step={step} and batch_size={batch_size} must be at least 1")
     results: list[Scored | None] = [None] * len(requests)
     rows = rows_by_context(requests)
-    probe = make_cache()
-    size, pads = (batch_size, takes_padding(probe)) if takes_batches(probe) else (1, False)
+    size, pads = shape_of_batches(make_cache(), batch_size)
     reader = Reader(model, step, dtype)
     for contexts in batches(list(rows), size, pads):
         cache = make_cache()
@@ -101,6 +100,21 @@ def score(
                 results[index] = answer
             tick(sum(len(row.asks) for row in chunk))
     return results  # type: ignore[return-value]  # every request is in one row
+
+
+def part(requests: Sequence[Request], cache: Any, batch_size: int, number: int, of: int) -> list[int]:
+    """Indices of the requests in every ``of``-th batch, from batch ``number`` on.
+
+    Scored alone, they are in the same batches as among all of them: results are the same to the last bit.
+    """
+    rows = rows_by_context(requests)
+    dealt = list(batches(list(rows), *shape_of_batches(cache, batch_size)))[number::of]
+    return sorted(index for batch in dealt for context in batch for row in rows[context] for index in row.asks)
+
+
+def shape_of_batches(cache: Any, batch_size: int) -> tuple[int, bool]:
+    """(rows of a batch, whether their lengths may differ) with a cache like this one."""
+    return (batch_size, takes_padding(cache)) if takes_batches(cache) else (1, False)
 
 
 def rows_by_context(requests: Sequence[Request]) -> dict[Tokens, list[Row]]:

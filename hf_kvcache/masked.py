@@ -31,13 +31,13 @@ KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__
 
 FED_TWICE = (
     "the cache already holds these tokens, and the attention mask does not cover them again: "
-    "call cache.rollback(1) before generating from a prompt that is fully cached"
-)
-PADDED = (
-    "this retention evicts tokens and the batch has padding: rows would keep pads as their first tokens; "
-    "use rows of equal length, or retention 'all'"
+    "call cache.rollback(1) before generating from a prompt that is fully cached; with use_cache=False pass no cache"
 )
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
+PADDED = (
+    "this retention evicts tokens and the batch has padding: rows would keep pads as their first tokens; use rows of "
+    f"equal length, or retention 'all', or (for rows that are padded from the first forward on) {ASK_FOR_OURS}"
+)
 
 
 def allowed(mask: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ class Visible(NamedTuple):
     needed: bool = True  # False: a plain causal mask says the same, and keys only carry this to look at the mask
 
     def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Queries ``start:stop`` of the call, [stop - start, n] bool."""
+        """Queries ``start:stop`` of the call, [1, 1, stop - start, n] bool."""
         stop = self.queries if stop is None else stop
         p = torch.arange(self.query + start, self.query + stop, device=self.since.device)[:, None]
-        return (self.since <= p) & (p < self.until)
+        return ((self.since <= p) & (p < self.until))[None, None]
 
     def by_slot(self, mask: torch.Tensor) -> torch.Tensor | None:
         """What a mask made by transformers for this call says about the slots, after a look at it.

@@ -173,7 +173,7 @@ class Home:
 
     def __init__(self, offloader: Offloader, index: int, recent: int) -> None:
         self.offloader, self.index, self.recent = offloader, index, recent
-        self.slabs: list[FarSlab] = []
+        self.slabs: list[Any] = []  # ``FarSlab``, or one ``FarSlots``
         self.device: torch.device | None = None  # of the first keys; each layer has its own
         self.file: LayerFile | None = None
         self.ticket: Ticket | None = None
@@ -426,6 +426,18 @@ class FarSlab(Slab):
             if token < end:
                 yield token, slot, end - token
             token = max(end, token)
+
+    def adopt(self, state: Any, empty: Any, appended: int) -> None:
+        """As ``Slab.adopt``, but the tokens are copied to the far tier, all of them."""
+        self.clear()
+        self.appended = appended
+        self.capacity = len(self)
+        self._settle_in(state)
+        if self.rows is None:
+            self.held = map_state(state, torch.clone)
+        elif len(self):
+            self.rows.write(0, state, self.home.lane)
+            self.home.flush(strict=True)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ for a moment, or as rows allocated ahead, is in ``workspace_bytes``, an estimate
     rows allocated ahead by growing slabs (1/128, at least 16 tokens)
     + the largest layer in the model's dtype: a growing slab is copied, and stock attention is handed decoded states
     + attention scores and probabilities of one layer in float32, and one block of codes
+    + two offloaded layers as they are stored: one that is read, one that is fetched
     + logits of one token per row, in the model's dtype and in float32
 
 Reading a long prompt at once needs more, for the activations of all its tokens: feed it in chunks.
@@ -212,7 +213,7 @@ def _plan(made: Outline, axes: dict[str, str], context: int, batch: int, memory:
         cache = KVCache(made.config, **axes)
     layers = _kinds(cache, made)
     by_type, count = _by_type(layers, made, context)
-    total, far = sum(by_type.values()), _far_bytes(cache, layers, context)
+    total, far = sum(by_type.values()), _far_bytes(layers, context)
     workspace = _workspace(layers, made, context)
     largest = longest = None
     if memory is not None and made.weight_bytes is not None:
@@ -256,12 +257,14 @@ class _Layer:
         self.layer, self.count = layer, 1
         self.shapes = made.layers[index] if index < len(made.layers) else LayerShapes()
         self.window = getattr(layer, "sliding_window", None)
+        self.home = getattr(layer, "home", None)
         self.empty = _empty_kind(made)
         self.latent = self.shapes.heads == 1 and self.shapes.widths[0] == getattr(made.config, "kv_lora_rank", None)
 
     def looks(self) -> tuple[Any, ...]:
         """Layers with the same shapes that hold the same at these lengths are counted together."""
-        return self.kind, self.shapes, self.window, *(tuple(self.held(n)) for n in (1, 1000, 10**6, UNLIMITED))
+        home = None if self.home is None else self.home.recent
+        return self.kind, self.shapes, self.window, home, *(tuple(self.held(n)) for n in (1, 1000, 10**6, UNLIMITED))
 
     @property
     def kind(self) -> str:
@@ -292,11 +295,12 @@ class _Layer:
 
     def far(self, context: int) -> int:
         """Bytes of the sealed tokens that a placement moves off the device; see ``placement``."""
-        home, shapes = self.layer.home, self.shapes
+        home, shapes = self.home, self.shapes
         if home is None or not shapes.heads:
             return 0
-        run = self.layer.held_at(context)[1]
+        run = self.layer.far_at(context)
         tokens = max(run.tokens - home.recent, 0)
+        tokens -= tokens % self.layer.storage.group  # groups move whole
         sides = zip((run.key_codec, run.value_codec), shapes.widths, shapes.dtypes, strict=True)
         return sum(tokens * row_bytes(codec, shapes.heads, w, dtype) // codec.group for codec, w, dtype in sides)
 
@@ -348,11 +352,9 @@ def _by_type(layers: list[_Layer], made: Outline, context: int) -> tuple[dict[st
     return size, count
 
 
-def _far_bytes(cache: KVCache, layers: list[_Layer], context: int) -> int:
-    """Bytes per row that lie off the device: none while the placement is ``device``, else those of ``KVLayer``."""
-    if not cache.placement.offloads:
-        return 0
-    return sum(layer.far(context) for layer in layers if isinstance(layer.layer, KVLayer))
+def _far_bytes(layers: list[_Layer], context: int) -> int:
+    """Bytes per row that lie off the device."""
+    return sum(layer.count * layer.far(context) for layer in layers)
 
 
 def _workspace(layers: list[_Layer], made: Outline, context: int) -> int:
@@ -363,7 +365,8 @@ def _workspace(layers: list[_Layer], made: Outline, context: int) -> int:
     most = max(sum(run.tokens for run in layer.held(context)) for layer in layers)
     scores = 2 * 4 * most * getattr(config, "num_attention_heads", 1)
     block = min(4 * BLOCK, 2 * widest)
-    return ahead + widest + scores + block + config.vocab_size * (4 + size)
+    staged = 2 * max(layer.far(context) for layer in layers)
+    return ahead + widest + scores + block + staged + config.vocab_size * (4 + size)
 
 
 def _longest(cache: KVCache, layers: list[_Layer], made: Outline, room: int) -> int:
@@ -384,7 +387,8 @@ def _longest(cache: KVCache, layers: list[_Layer], made: Outline, room: int) -> 
 
 
 def _needed(layers: list[_Layer], made: Outline, context: int) -> int:
-    return sum(_by_type(layers, made, context)[0].values()) + _workspace(layers, made, context)
+    held = sum(_by_type(layers, made, context)[0].values()) - _far_bytes(layers, context)
+    return held + _workspace(layers, made, context)
 
 
 def parse_memory(text: int | str) -> int:

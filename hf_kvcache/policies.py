@@ -166,12 +166,13 @@ class Expected(Policy):
 
         score_j = (exp(mu' . k_j / sqrt(d) + k_j' S' k_j / 2 d) / sum + epsilon) |v_j|,   mu' = R mu,  S' = R S R'
 
-    averaged over the query heads of a KV head. A token is scored once, when it comes.
+    averaged over the query heads of a KV head. A token is scored once, when it comes. ``epsilon`` is as large as a
+    share of the attention: above one over the number of tokens, little but the values' norms is left of the score.
     """
 
     needs, rolls_back = "queries", False
 
-    def __init__(self, future: int = 512, queries: int = 512, epsilon: float = 0.02) -> None:
+    def __init__(self, future: int = 512, queries: int = 512, epsilon: float = 0.0) -> None:
         if future < 1 or queries < 2:
             raise ValueError(f"expected: future={future} and queries={queries} must be at least 1 and 2")
         self.future, self.queries, self.epsilon = future, queries, epsilon

@@ -474,7 +474,8 @@ class PrefixStore:
 
     def _read(self, path: Path, entry: Entry, config: Any) -> KVCache:
         found = snapshot.read(path)
-        snapshot.check(found, config, entry.key.spec)
+        snapshot.check(found, config)
+        snapshot.check_spec(found, entry.key.spec)
         facts, tokens = found.metadata, found.token_ids
         same = (facts.get("namespace"), facts.get("extra")) == entry.key[2:] and tokens is not None
         if not same or not torch.equal(row(tokens), entry.tokens):

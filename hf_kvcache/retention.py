@@ -135,11 +135,12 @@ def _flag(name: str, option: str, value: Any) -> bool:
 
 Retention = KeepAll | SinkWindow | Importance
 COMMON = ("budget", "sinks", "recent", "pyramid", "adaptive")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "all": (),
-    "sink": ("sinks", "window", "reposition"),
-    **{name: (*COMMON, *own_options(name)) for name in POLICIES},
-}
+
+
+def options_by_name() -> dict[str, tuple[str, ...]]:
+    """Every retention with its options; looked up anew, for policies can be added."""
+    policies = {name: (*COMMON, *own_options(name)) for name in POLICIES}
+    return {"all": (), "sink": ("sinks", "window", "reposition"), **policies}
 
 
 def make_retention(name: str, *args: Any, **options: Any) -> Retention:

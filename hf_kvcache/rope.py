@@ -34,16 +34,26 @@ class Rope:
         ValueError: the model has no rotary positions, or positions that cannot be moved (dynamic scaling, M-RoPE).
     """
 
+    _embed: Any  # the model's rotary module, None while it is not needed
+
     def __init__(self, config: Any, layer: int) -> None:
-        self._made_by = (config, layer)
+        self._config, self._layer = config, layer
         self._embed, self._apply, self._layer_type, kind = compat.rotary(config, layer)
         if kind in LENGTH_DEPENDENT:
             raise ValueError(f"rope type {kind!r} of {type(config).__name__} depends on the length: it cannot be moved")
-        self._mean: dict[tuple[int, int], torch.Tensor] = {}
         try:
             self._angles(torch.zeros(1, 1, dtype=torch.int64))
         except (IndexError, RuntimeError, TypeError):
             raise ValueError(f"{type(config).__name__} has rotary positions of a form that is not known here") from None
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the tables, which are made again when they are needed."""
+        self._embed = None
+        self._mean: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __reduce__(self) -> Any:
+        return Rope, (self._config, self._layer)  # the model's own functions cannot be pickled
 
     def __deepcopy__(self, memo: Any) -> Rope:
         return self  # holds nothing of a sequence
@@ -53,7 +63,7 @@ class Rope:
 
     def tensors(self) -> list[torch.Tensor]:
         """All it holds."""
-        return [*self._embed.buffers(), *self._mean.values()]
+        return [*(self._embed.buffers() if self._embed is not None else ()), *self._mean.values()]
 
     def turn(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """``x`` [B, H, n, D] float32, each token turned ``delta`` [n] or [B, n] positions on."""
@@ -68,6 +78,8 @@ class Rope:
 
     def _angles(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, without the factor that some scalings put on both."""
+        if self._embed is None:
+            self._embed = compat.rotary(self._config, self._layer)[0]
         self._embed.to(delta.device)
         probe = torch.zeros(1, dtype=torch.float32, device=delta.device)
         extra = () if self._layer_type is None else (self._layer_type,)

@@ -121,6 +121,14 @@ class Slots:
         self.score[:, :, slot : slot + 1] = score
         self.used += 1
 
+    def open(self, limit: int) -> None:
+        """One more slot for every row and head, empty: zeros that nobody attends to."""
+        self.grow(limit)
+        for t in (*self.keys, *self.values):
+            t[:, :, self.used] = 0
+        self.position[:, :, self.used], self.score[:, :, self.used] = -1, float("-inf")
+        self.used += 1
+
     def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
         """Overwrite slot ``index`` [B, H] of every row and head with a unit [B, H, 1, ...]."""
         rows, heads = grid(index.shape[0], index.shape[1], index.device)
@@ -136,8 +144,9 @@ class Slots:
             self.keys, self.values = map_state(self.keys, fn), map_state(self.values, fn)
             self.position, self.score = fn(self.position), fn(self.score)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self.keys is None else [*self.keys, *self.values, self.position, self.score]
+    def numbers(self) -> list[torch.Tensor]:
+        """The tensors that say which tokens these are."""
+        return [self.position]
 
     def fork(self) -> Slots:
         """A second container of the same units; slots are overwritten in place, so nothing is shared."""
@@ -236,20 +245,28 @@ class Ragged:
         size = self.size[rows]
         slot = torch.arange(int(size.max()), device=size.device)
         index = (self.start[rows][..., None] + slot)[slot < size[..., None]]
-        pick = lambda t: t.index_select(0, index)  # noqa: E731
+        pick = lambda t: t.index_select(0, index.to(t.device))  # noqa: E731
         self.keys, self.values = map_state(self.keys, pick), map_state(self.values, pick)
         self.position, self.score, self.size = pick(self.position), pick(self.score), size
         self.start = (size.flatten().cumsum(0) - size.flatten()).view_as(size)
         self.used = int(size.max())
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.keys, *self.values, self.position, self.score, self.size, self.start]
+    def numbers(self) -> list[torch.Tensor]:
+        """The tensors that say which tokens these are."""
+        return [self.position, self.size, self.start]
 
     def fork(self) -> Ragged:
         """A second container of the same units; slots are overwritten in place, so nothing is shared."""
         new = copy.copy(self)
         new.map_rows(lambda t: t)
         return new
+
+
+def add_bytes(parts: dict[str, int], plain: str, *states: Any) -> None:
+    """Bytes of states: scales and offsets to ``parts["scales"]``, all else to ``parts[plain]``."""
+    for state in states:
+        for name, t in zip(state._fields, state, strict=True):
+            parts["scales" if name in ("scale", "zero") else plain] += t.untyped_storage().nbytes()
 
 
 def slots_used(slots: Any) -> bool:

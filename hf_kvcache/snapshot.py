@@ -35,11 +35,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import KVLayer, Run
-from .store import Slab
+from .padded import PaddedLayer, count_by_row
+from .store import Slab, map_state
 
-FORMAT, VERSION = "hf_kvcache snapshot", "1"
+FORMAT, VERSION = "hf_kvcache snapshot", "2"
 LARGEST_HEADER = 100 << 20
 ALIGN = 64
 DTYPES = {
@@ -91,7 +93,7 @@ def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **meta
         "model": fingerprint(cache.config),
         "spec": cache.spec,
         "tokens_seen": str(cache.get_seq_length()),
-        "last_position": str(cache._last_position),
+        "last_position": json.dumps(cache._last_position),
         "layers": json.dumps(layers),
         **metadata,
     })  # fmt: skip
@@ -109,19 +111,28 @@ def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
             raise ValueError(f"{path}: layer {index} is not as a snapshot of {cache.spec!r} has it ({error})") from None
         except ValueError as error:
             raise ValueError(f"{path}: layer {index}: {error}") from None
-    cache._last_position = int(snapshot.metadata["last_position"])
+    least, most = json.loads(snapshot.metadata["last_position"])
+    cache._last_position = (int(least), int(most))
 
 
-def check(snapshot: Snapshot, config: Any, spec: str | None = None) -> None:
-    """Refuse a file of another model, or of another spec than the one asked for."""
+def check(snapshot: Snapshot, config: Any) -> None:
+    """Refuse a file of another model."""
     path, metadata = snapshot.path, snapshot.metadata
     if metadata["model"] != fingerprint(config):
         raise ValueError(
             f"{path} was saved for another model than {type(config).__name__} "
             f"({getattr(config, '_name_or_path', '') or 'unnamed'}): load it with the config that it was saved with"
         )
-    if spec is not None and spec != metadata["spec"]:
-        raise ValueError(f"{path} holds a cache of spec {metadata['spec']!r}, not {spec!r}: ask for that one")
+
+
+def check_spec(snapshot: Snapshot, spec: str) -> None:
+    """Refuse a file of another storage or retention than the spec asked for; bytes may be placed anywhere."""
+    content = {"storage": "full", "retention": "all"}
+    mine, saved = (content | specs.split(s) | {"placement": ""} for s in (spec, snapshot.metadata["spec"]))
+    if mine != saved:
+        raise ValueError(
+            f"{snapshot.path} holds a cache of spec {snapshot.metadata['spec']!r}, not {spec!r}: ask for that one"
+        )
 
 
 def as_ids(token_ids: Any, seen: int) -> torch.Tensor:
@@ -133,23 +144,26 @@ def as_ids(token_ids: Any, seen: int) -> torch.Tensor:
 
 
 def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if getattr(layer, "home", None) is not None:
-        raise ValueError("an offloaded cache cannot be saved: use placement 'device' for caches to be saved")
     if isinstance(layer, EvictionLayer):
         return {
             "kind": "EvictionLayer",
             "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in layer.export().items()},
         }
-    if type(layer) is not KVLayer:
+    if type(layer) not in (KVLayer, PaddedLayer):
         fields = {key: _pack(value, f"{name}.{key}", tensors) for key, value in vars(layer).items()}
         return {"kind": type(layer).__name__, "fields": fields}
+    padded = layer.export() if isinstance(layer, PaddedLayer) else {}
     if layer.is_initialized:
         for part, run in _runs(layer):
             for side, slab in (("keys", run.keys), ("values", run.values)):
                 if slab.state is not None:
-                    tensors.update({f"{name}.{part}.{side}.{key}": t for key, t in slab.view()._asdict().items()})
+                    state = slab.view() if layer.home is None else map_state(slab.view(), torch.Tensor.cpu)
+                    tensors.update({f"{name}.{part}.{side}.{key}": t for key, t in state._asdict().items()})
+        if layer.home is not None and not layer.home.in_place:
+            layer.home.discard()  # one staged copy at a time
     facts = ("seen", "batch_size", "heads", "widths", "dtypes", "device") if layer.is_initialized else ()
-    return {"kind": "KVLayer", "fields": {key: _pack(getattr(layer, key), name, tensors) for key in facts}}
+    fields = {key: getattr(layer, key) for key in facts} | padded
+    return {"kind": "KVLayer", "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in fields.items()}}
 
 
 def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.Tensor], device: Any) -> None:
@@ -166,10 +180,17 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
         return
     if not fields:
         return
-    vars(layer).update(fields, is_initialized=True)
-    sinks = min(layer.apart, layer.seen)
-    sealed = layer.boundary(layer.seen) - sinks
-    tokens = {"sinks": sinks, "sealed": sealed, "tail": layer.seen - sinks - sealed}
+    vars(layer).update({key: value for key, value in fields.items() if key not in ("own", "slots", "solid")})
+    layer.is_initialized = True
+    if layer.home is not None:
+        layer.home.device = layer.device
+    if "own" in fields:
+        count_by_row(layer).restore(fields["own"], fields["solid"])
+        tokens = dict(zip(("sinks", "sealed", "tail"), fields["slots"], strict=True))
+    else:
+        sinks = min(layer.apart, layer.seen)
+        sealed = layer.boundary(layer.seen) - sinks
+        tokens = {"sinks": sinks, "sealed": sealed, "tail": layer.seen - sinks - sealed}
     for part, run in _runs(layer):
         for side, slab, codec in (("keys", run.keys, run.key_codec), ("values", run.values, run.value_codec)):
             number = ("keys", "values").index(side)

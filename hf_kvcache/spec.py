@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from .codecs import ALIASES, CODECS, NEVER, Codec, PerToken, find_codec
 from .lowbit import GroupedCodec
 from .placement import Offload, OnDevice
-from .retention import OPTIONS, Retention, make_retention
+from .retention import Retention, make_retention, options_by_name
 
 FLAGS = ("pyramid", "adaptive", "reposition")  # options that may be given by their name alone
 PLACEMENTS = {"device": (), "cpu": ("keep_layers", "keep_recent", "max_pinned")}
 PLACEMENTS["disk"] = PLACEMENTS["cpu"]  # after the path
-STORAGES = [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"]
 PART = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
 
@@ -59,14 +58,15 @@ def axis_of(name: str) -> str:
     """The axis that a part's name belongs to."""
     if re.fullmatch(r"k[842]v[842]", name):
         return "storage"
-    for axis, names in (
-        ("storage", STORAGES),
-        ("retention", list(OPTIONS)),
-        ("placement", list(PLACEMENTS)),
-    ):
+    axes = {
+        "storage": [*CODECS, *ALIASES, "int4", "int2", "k4v2 (any of 8, 4, 2 for each side)"],
+        "retention": list(options_by_name()),
+        "placement": list(PLACEMENTS),
+    }
+    for axis, names in axes.items():
         if name in names:
             return axis
-    known = ", ".join([*STORAGES, *OPTIONS, *PLACEMENTS])
+    known = ", ".join(name for names in axes.values() for name in names)
     raise ValueError(f"unknown spec part {name!r}: known are {known}")
 
 
@@ -112,7 +112,9 @@ def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) ->
     name = ALIASES.get(name, name)
     bits = _bits(name)
     low = any(b in (4, 2) for b in bits)
-    defaults: dict[str, Any] = LOW_BITS if low else {"skip_layers": ()} if name == "full" else EIGHT_BITS
+    defaults: dict[str, Any] = LOW_BITS if low else {"skip_layers": ()} if name == "full" else dict(EIGHT_BITS)
+    if not bits and not isinstance(find_codec(name), PerToken):
+        defaults.pop("rotate", None)
     wrong = [*map(str, args), *(key for key in given if key not in defaults)]
     if wrong:
         raise ValueError(f"storage {name!r} has no option {', '.join(wrong)!r}: known are {', '.join(defaults)}")
@@ -159,9 +161,10 @@ def retention(part: str | Retention) -> Retention:
     if isinstance(part, Retention):
         return part
     name, args, options = parse_part(part)
-    if name not in OPTIONS:
-        raise ValueError(f"unknown retention {name!r}: known are {', '.join(OPTIONS)}")
-    known = OPTIONS[name]
+    all_options = options_by_name()
+    if name not in all_options:
+        raise ValueError(f"unknown retention {name!r}: known are {', '.join(all_options)}")
+    known = all_options[name]
     flags = [arg for arg in args if arg in FLAGS and arg in known]
     args = [arg for arg in args if arg not in flags]
     options |= dict.fromkeys(flags, True)

@@ -111,6 +111,7 @@ class Slab:
         self.frozen: tuple[State, ...] = ()  # shared with forks, before the rows in ``state``; never written
         self.state: State | None = None
         self.shared = False  # a ring that a fork holds, too
+        self.ragged = False  # written row by row, each at a slot of its own (``put``)
         self.appended = 0  # tokens ever written
         self.capacity = 0
         self.grown = False
@@ -175,6 +176,25 @@ class Slab:
             self._append_ring(state, n, self.limit)
         self.appended += n
 
+    def put(self, start: torch.Tensor, count: torch.Tensor, state: Any) -> None:
+        """Write the first ``count[b]`` tokens of row b to its slots from ``start[b]`` on; both [B], on the CPU."""
+        offset = torch.arange(state[0].shape[2])
+        wanted = offset < count[:, None]
+        slots = start[:, None] + offset
+        if self.limit is not None:
+            wanted &= offset >= count[:, None] - self.limit  # anything before is overwritten within this very run
+            slots %= self.limit
+        if not bool(wanted.any()):
+            return
+        self._own_rows()
+        end = max(int(slots[wanted].max()) + 1, len(self))
+        self._reserve(end, state)
+        rows, columns = wanted.nonzero(as_tuple=True)
+        for mine, new in zip(self.state, state, strict=True):  # type: ignore[arg-type]
+            device = mine.device
+            mine[rows.to(device), :, slots[wanted].to(device)] = new[rows.to(device), :, columns.to(device)]
+        self.appended = end
+
     def open_slot(self) -> int:
         """Room for one more token, counted as appended: the slot that the caller now writes."""
         assert self.state is not None
@@ -225,6 +245,8 @@ class Slab:
         # Plain tensors even under inference_mode: one made there could not be written to outside of it.
         with torch.inference_mode(False):
             grown = map_state(like, lambda t: t.new_empty((*t.shape[:2], capacity, *t.shape[3:])))
+            if self.ragged:  # slots that a row does not use are masked, and finite all the same
+                grown = map_state(grown, torch.Tensor.zero_)
         if self.state is not None:
             for new, old in zip(grown, self.state, strict=True):
                 new[:, :, :held] = old[:, :, :held]
@@ -260,7 +282,7 @@ class Slab:
         """
         self.clear()
         self.appended = appended
-        if self.limit is None:
+        if self.limit is None and not self.ragged:
             self.frozen, self.state = (state,) if appended else (), empty
         else:
             self.state, self.shared, self.capacity = state, True, len(self)
@@ -272,7 +294,7 @@ class Slab:
 
     def freeze(self) -> None:
         """What is written becomes immutable and shareable; a slab without a limit writes to new rows from now on."""
-        if self.state is None or self.limit is not None:
+        if self.state is None or self.limit is not None or self.ragged:
             self.shared = self.state is not None
             return
         if not self.capacity:  # nothing was written since

@@ -135,6 +135,13 @@ class HostRows:
             for view, rows in zip(views, state, strict=True):
                 lane.send(view, rows[:, :, first - slot : first - slot + len(view)])
 
+    def scatter(self, index: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        """One row of host memory, [B, H, ...], whose heads each go to a slot of their own, ``index`` [B, H]."""
+        for first, views in self.read(0, self.room):
+            row, head = ((index >= first) & (index < first + len(views[0]))).nonzero(as_tuple=True)
+            for view, t in zip(views, tensors, strict=True):
+                view[index[row, head] - first, row, head] = t[row, head]
+
     def _grow(self, rows: int) -> None:
         first = self.room
         rows = max(rows, first // 4, 16 if first else 0)

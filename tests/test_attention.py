@@ -334,7 +334,7 @@ def decoded_history(seen, n, head, heads):
 
 @pytest.mark.parametrize("spec", ["int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_float_copy_of_the_history_during_decode(spec, dtype):
+def test_b100_no_float_copy_of_the_history_during_decode(spec, dtype):
     n, heads, head = 5000, 2, 32
     config = llama_config(2, hidden_size=128, head_dim=head)
     model = build(config, "kvcache", dtype=dtype)

@@ -52,7 +52,7 @@ def cli(sick, monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_layers_with_a_key_bias_are_named_and_left_out_where_that_is_what_it_takes(cli, tmp_path):
+def test_b55_layers_with_a_key_bias_are_named_and_left_out_where_that_is_what_it_takes(cli, tmp_path):
     """B55: keys with one step per token do not bear a bias of 200 on two channels."""
     out, _ = cli("--storages", BY_TOKEN, "--max-kl", "0.2")
     assert "layers with outlier keys (ratio 20 or more): 1, 2\n" in out

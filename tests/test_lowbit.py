@@ -168,7 +168,7 @@ def test_rollback_is_exact_within_the_tail_and_refused_past_it():
     assert cache.get_seq_length() == 10
 
 
-def test_channel_keys_survive_a_bias_that_breaks_token_keys():
+def test_b55_channel_keys_survive_a_bias_that_breaks_token_keys():
     """The Qwen2 trap (B55): a bias of 200 on two key channels."""
     from models import build
     from transformers import Qwen2Config

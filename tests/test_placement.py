@@ -91,8 +91,8 @@ def same_parts(expected: Stored, got: Stored) -> None:
     assert torch.equal(expected.plain(), got.plain())
 
 
-def join_rows(part, batch: int) -> list[torch.Tensor]:
-    return [repeat_rows(t, batch).contiguous() for t in (*part.keys, *part.values)]
+def join_rows(part, batch: int | None) -> list[torch.Tensor]:
+    return [repeat_rows(t, batch or t.shape[0]).contiguous() for t in (*part.keys, *part.values)]
 
 
 # -- invariant 3: the same bits ----------------------------------------------------------------------------------------
@@ -128,6 +128,111 @@ def test_a_model_gives_the_same_logits(place, attention, spec, tmp_path):
     far = OffloadedCache(model.config, **options, **options_of(place, tmp_path))
     for piece in (ids[:, :20], ids[:, 20:21], ids[:, 21:22], ids[:, 22:]):
         assert torch.equal(feed(model, piece, resident), feed(model, piece, far))
+
+
+# -- importance eviction: one unit goes out per step, to another slot in each head -------------------------------------
+
+EVICTIONS = ["knorm(budget=12,sinks=2,recent=4)", "keydiff(budget=0.5,sinks=2,recent=4)", "random(budget=64)"]
+every_eviction = pytest.mark.parametrize("retention", EVICTIONS)
+every_near_place = pytest.mark.parametrize("place", ["cpu", "staged"])
+
+
+@every_near_place
+@every_storage
+@every_eviction
+@pytest.mark.parametrize("chunk", [1, 7, 27])
+def test_evicting_layers_see_the_same_bits(place, storage, retention, chunk, tmp_path):
+    twins = Twins(3, storage, retention, **options_of(place, tmp_path))
+    for start in range(0, 27, chunk):
+        twins.feed(min(chunk, 27 - start))
+    for _ in range(5):
+        twins.feed(1)
+    twins.check()
+    twins.far.save(tmp_path / "cache")
+    again = Twins(3, storage, retention)
+    again.resident, again.far = twins.resident.fork(), KVCache.load(tmp_path / "cache", twins.far.config)
+    copied = Twins(3, storage, retention)
+    copied.resident, copied.far = twins.resident.fork(), twins.far.fork()
+    for pair in (again, copied, twins):
+        pair.check()
+        pair.both(lambda c: c.reorder_cache(torch.tensor([1, 1])))
+        for tokens in (1, 1, 6, 1):
+            pair.feed(tokens)
+        pair.check()
+    twins.both(lambda c: c.batch_select_indices(torch.tensor([0])))
+    twins.batch = 1
+    twins.feed(1)
+    twins.both(lambda c: c.reset())
+    twins.batch = 2
+    twins.feed(9)
+    twins.check()
+
+
+@every_near_place
+@pytest.mark.parametrize("spec", ["snapkv(16,2,4)", "int8+h2o(16,2,4)", f"int4{LOW}+tova(24,2,4)", "expected(0.5,2,4)"])
+def test_an_evicting_model_gives_the_same_logits(place, spec, tmp_path):
+    model, ids = llama("kvcache", 3), prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    resident = KVCache.from_spec(model.config, spec)
+    axes = {"storage": resident.storage, "retention": resident.retention}
+    far = OffloadedCache(model.config, **axes, **options_of(place, tmp_path))
+    for stop, start in ((30, 0), (31, 30), (32, 31), (40, 32)):
+        out = [feed(model, ids[:, start:stop], c, attention_mask=mask[:, :stop]) for c in (resident, far)]
+        assert torch.equal(*out)
+
+
+@every_near_place
+@pytest.mark.parametrize("storage", ["full", "int8"])
+def test_a_step_of_eviction_moves_one_unit_out_and_what_is_stored_in(place, storage, tmp_path):
+    twins = Twins(2, storage, EVICTIONS[0], **options_of(place, tmp_path))
+    for tokens in (20, 1):
+        twins.feed(tokens)
+    before = twins.far.stats()
+    twins.feed(1)
+    after = twins.far.stats()
+    unit = sum(layer.kept_slots.row_bytes for layer in twins.far.layers)
+    stored = sum(layer.kept_slots.used * layer.kept_slots.row_bytes for layer in twins.far.layers)
+    # A layer that nothing attends to places its token when the next one comes: the step before's.
+    assert after.bytes_out - before.bytes_out == unit and after.bytes_in - before.bytes_in == stored
+    on_device = twins.far.memory()["device"]
+    assert on_device["payload"] == on_device["scales"] == 0
+
+
+@pytest.mark.parametrize(
+    "spec, word",
+    [
+        ("snapkv+disk({})", "disk"),
+        ("snapkv(adaptive=on)+cpu", "adaptive"),
+        ("snapkv+cpu(keep_recent=4)", "keep_recent"),
+    ],
+)
+def test_evictions_that_cannot_follow_are_refused(spec, word, tmp_path):
+    with pytest.raises(ValueError, match=word):
+        KVCache.from_spec(llama_config(), spec.format(tmp_path))
+
+
+@every_place
+@every_storage
+@every_retention
+def test_a_saved_cache_goes_on_in_any_place(place, storage, retention, tmp_path, monkeypatch):
+    """Offloaded, saved, loaded as what it was and as a resident one."""
+    if place.startswith("staged"):  # no spec says so
+        monkeypatch.setattr(placement.Offload, "in_place", lambda self, device: False)
+    twins = Twins(3, storage, retention, **options_of(place, tmp_path))
+    for tokens in (27, 1, 4):
+        twins.feed(tokens)
+    twins.far.save(tmp_path / "cache")
+    config, spec = twins.far.config, twins.resident.spec
+    for loaded in (KVCache.load(tmp_path / "cache", config), KVCache.load(tmp_path / "cache", config, spec=spec)):
+        forked = Twins(3, storage, retention)
+        forked.resident, forked.far = twins.resident.fork(), loaded
+        forked.check()
+        for tokens in (1, 1, 9):
+            forked.feed(tokens)
+        forked.check()
+    twins.feed(3)  # the saved one goes on, too
+    twins.check()
 
 
 @every_place

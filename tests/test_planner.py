@@ -177,6 +177,33 @@ def test_every_spec_of_every_family_is_within_two_percent(family, batch):
             assert said.cache_bytes == measured, spec
 
 
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("options", ["", "keep_layers=0", "keep_layers=ends,keep_recent=9", "keep_recent=9"])
+@pytest.mark.parametrize("storage", ["full", "int8", "int4(residual=8,group=8)"])
+def test_far_bytes_are_those_that_lie_elsewhere(storage, options, tier, tmp_path):
+    """Five equal layers: what is counted once has to be counted for each of them."""
+    model = build(llama_config(5))
+    inside = ",".join(filter(None, [str(tmp_path) if tier == "disk" else "", options]))
+    spec = f"{storage}+{tier}({inside})" if inside else f"{storage}+{tier}"
+    cache = KVCache.from_spec(model.config, spec)
+    feed(model, prompt(40), cache)
+    said, held = plan(model.config, context=40, spec=spec), cache.memory()
+    used = {name: sum(parts.values()) - parts["spare"] - parts["staging"] for name, parts in held.items()}
+    assert said.device_bytes == used.pop("device") and said.far_bytes == sum(used.values())
+    assert said.cache_bytes == said.device_bytes + said.far_bytes
+    cache.close()
+
+
+def test_what_lies_elsewhere_leaves_room_on_the_device():
+    made = plan(llama_config(8, hidden_size=256), context=4096, batch=4, dtype="float32", device_memory="64MiB")
+    here, there = made.at(spec="full"), made.at(spec="cpu")
+    assert there.far_bytes == here.cache_bytes and there.device_bytes == 0
+    assert there.longest_context > 2 * here.longest_context and there.largest_batch > here.largest_batch
+    for said in (here, there):
+        at_most = made.at(spec=said.spec, context=said.longest_context)
+        assert at_most.fits and not made.at(spec=said.spec, context=said.longest_context + 64).fits
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_types(family):
     said = planned(family)

@@ -1,0 +1,415 @@
+"""What if the rows of a batch start at different tokens? A layer that counts every row's own.
+
+With left padding, slot j of the batch is another token in every row: pads would be kept as sinks, take part in groups
+of 4-bit keys, and windows would end too early. ``KVLayer`` lays all rows alike, and turns into a ``PaddedLayer`` in its
+first forward when attention shows it pads. From then on each row lies as it would alone, from the left; pads are not
+stored at all. ``own`` [B] says how many tokens a row has, and all else follows from it, row by row:
+
+    sinks [0, apart)  |  sealed [apart, boundary(own))  |  tail [boundary(own), own)
+
+Runs are as long as the longest row needs; slots that a row does not use are zeros which nobody attends to. Which of the
+new tokens are pads stands in the mask, and only attention has that: ``update`` keeps them as a ``Chunk``, and they are
+stored when attention comes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .attention import NAME, History, Moved, Part, Stored, full_precision
+from .codecs import CODECS
+from .layers import KVLayer, Run, join
+from .masked import ASK_FOR_OURS, allowed
+from .store import map_state
+
+FOREVER = torch.iinfo(torch.int64).max
+
+
+class RowVisible(NamedTuple):
+    """As ``masked.Visible``, for slots and queries that are other tokens in each row."""
+
+    since: torch.Tensor  # [B, 1, 1, n] int64
+    until: torch.Tensor  # [B, 1, 1, n] int64
+    query: torch.Tensor  # [B, 1, q, 1] int64, the queries' numbers among their row's own tokens; -1: a pad
+    doubled: bool = False
+    needed: bool = True
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[2]
+
+    def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Queries ``start:stop`` of the call, [B, 1, stop - start, n] bool."""
+        p = self.query[:, :, start:stop]
+        return (self.since <= p) & (p < self.until)
+
+    def by_slot(self, mask: torch.Tensor) -> None:
+        """Nothing of the mask that transformers made is needed: which tokens are pads was read from it before."""
+
+
+class Chunk:
+    """The new tokens of one forward, until attention shows the mask that says which of them are pads."""
+
+    def __init__(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, history: History | None = None) -> None:
+        self.layer, self.keys, self.values, self.history = layer, keys, values, history
+
+    @property
+    def tokens(self) -> int:
+        """Slots that attention will see, pads taken for tokens."""
+        if self.history is not None:
+            return sum(part.tokens for part in self.history.parts)
+        return self.layer.slots + self.keys.shape[2]
+
+    def resolve(self, mask: torch.Tensor | None) -> History:
+        """What these tokens attend to."""
+        if isinstance(self.layer, PaddedLayer):
+            if self.history is None:
+                self.history = self.layer.take(mask)
+        elif mask is not None and self.layer.seen == self.keys.shape[2] and _real(mask, self.keys, 0) is not None:
+            layer = self.layer
+            layer.reset()
+            layer.lazy_initialization(self.keys, self.values)
+            layer = count_by_row(layer)
+            layer.chunk = Chunk(layer, self.keys, self.values)
+            self.history = layer.take(mask)
+        assert self.history is not None
+        return self.history
+
+
+def count_by_row(layer: KVLayer) -> PaddedLayer:
+    """Make an empty layer, whose shapes are known, one that counts every row's own tokens."""
+    layer.__class__ = PaddedLayer  # the same object: the cache, and whoever holds the layer, keep it
+    assert isinstance(layer, PaddedLayer)
+    layer.begin()
+    return layer
+
+
+def _real(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> torch.Tensor | None:
+    """Which new tokens, after ``seen`` others, are no pads, [B, q] bool on the CPU; ``None``: all of them.
+
+    Raises:
+        ValueError: a mask that is not causal among the new tokens.
+    """
+    new = keys.shape[2]
+    own = allowed(mask)[:, :1, :, : seen + new][..., -new:].expand(keys.shape[0], 1, new, new)
+    real = own[:, 0, -1]
+    if bool(real.all()):
+        return None
+    causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril() & real[:, None, None]
+    if not bool((own == causal)[real[:, None].expand(-1, 1, -1)].all()):
+        raise ValueError(
+            "padding beside a mask that is not causal cannot be read row by row: use rows of equal length, or "
+            "retention 'all' with storage 'full', 'int8' or 'fp8'"
+        )
+    return real.cpu()
+
+
+class PaddedLayer(KVLayer):
+    """``KVLayer`` for rows that start at different tokens; made from one, never directly.
+
+    Raises (``update``):
+        ValueError: as ``KVLayer.update``; also another attention than "kvcache", and gradients.
+    """
+
+    own: torch.Tensor  # [B] int64, on the CPU: tokens seen per row, pads left out
+    solid: int  # last tokens of all rows that are no pads
+    chunk: Chunk | None
+
+    def begin(self) -> None:
+        """Hold nothing, in slots that each row uses by itself."""
+        storage, retention, full = self.storage, self.retention, CODECS["full"]
+        self.apart = max(retention.sinks, storage.sinks)
+        limit = None if retention.window is None else -(-retention.window // storage.group) * storage.group
+        self.sinks, self.tail = Run(full, full, phase=self.index), Run(full, full)
+        self.sealed = Run(storage.key_codec, storage.value_codec, limit, phase=self.index)
+        for slab in (slab for run in self.runs for slab in run.slabs):
+            slab.ragged = True
+        self.own, self.solid, self.chunk = torch.zeros(self.batch_size, dtype=torch.int64), 0, None
+
+    def reset(self) -> None:
+        """Forget everything, the padding too."""
+        for name in ("own", "solid", "chunk"):
+            self.__dict__.pop(name, None)
+        self.__class__ = KVLayer  # type: ignore[assignment]
+        self.reset()
+
+    # -- where tokens lie --------------------------------------------------------------------------------------------
+
+    def boundaries(self, own: torch.Tensor) -> torch.Tensor:
+        """``boundary`` of every row, [B]."""
+        storage, start = self.storage, own.clamp_max(self.apart)
+        sealed = (own - self.apart - storage.residual).clamp_min(0) // storage.group * storage.group
+        return torch.where(own <= storage.quantize_after, start, start + sealed)
+
+    def _sealed_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """The token in every slot of the sealed run, [B, n]; -1: none."""
+        slots, limit = torch.arange(len(self.sealed)), self.sealed.limit
+        sealed = (self.boundaries(own) - self.apart).clamp_min(0)[:, None]
+        if limit is None:
+            return torch.where(slots < sealed, slots + self.apart, -1)
+        token = sealed - 1 - (sealed - 1 - slots) % limit
+        return torch.where(token >= 0, token + self.apart, -1)
+
+    def _run_tokens(self) -> list[tuple[Run, torch.Tensor]]:
+        """The runs in use, and the token in each of their slots."""
+        sinks = _numbers(torch.zeros_like(self.own), self.own.clamp_max(self.apart), len(self.sinks))
+        start = self.boundaries(self.own)
+        tokens = [sinks, self._sealed_tokens(self.own), _numbers(start, self.own - start, len(self.tail))]
+        return [(run, token) for run, token in zip(self.runs, tokens, strict=True) if len(run)]
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        self.catch_up()
+        if self._attention() != NAME:
+            raise ValueError(f"layer {self.index} holds rows that start at different tokens: {ASK_FOR_OURS}")
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(f"layer {self.index} holds padded rows, which take no gradients: use torch.no_grad()")
+        self._check(key_states, value_states)
+        self.chunk = Chunk(self, key_states, value_states)
+        full = CODECS["full"]
+        new = Part(full, full.encode(key_states), full, full.encode(value_states))
+        history = History([new], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+        return Stored(history, 0), Stored(history, 1)
+
+    def catch_up(self) -> None:
+        """Store the last forward's tokens, where no attention of ours followed."""
+        if self.chunk is not None:
+            self.chunk.resolve(None)
+
+    def take(self, mask: torch.Tensor | None) -> History:
+        """Store the waiting chunk; its attention mask, [B or 1, 1, q, n], says which of it are pads."""
+        chunk, self.chunk = self.chunk, None
+        assert chunk is not None
+        with torch.no_grad(), full_precision(chunk.keys.device):
+            real = None if mask is None else _real(mask, chunk.keys, self.seen)
+            return self._store(chunk.keys, chunk.values, real)
+
+    def _store(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
+        new, has_tail = keys.shape[2], self.storage.has_tail
+        if real is None:
+            real = torch.ones(self.batch_size, new, dtype=torch.bool)
+        before, after = self.own, self.own + real.sum(-1)
+        number = torch.where(real, before[:, None] + real.cumsum(-1) - 1, -1)  # [B, q]
+        # Every row's tokens from the left; what follows them in shorter rows is never attended to.
+        front = (~real).to(torch.int8).argsort(dim=-1, stable=True)[:, : max(int(real.sum(-1).max()), 1)]
+        fresh = _take(self.tail.encode(keys, values), front)
+
+        start = before.clamp_max(self.apart)
+        self.sinks.put(fresh, start, after.clamp_max(self.apart) - start)
+        # The plain tokens that are no sinks: [origin, after) of every row, out of the tail and the new ones.
+        origin = torch.where(before < self.apart, after.clamp_max(self.apart), self.boundaries(before))
+        seal = (self.boundaries(after) - origin).clamp_min(0)
+        longest = int((after - origin).max())
+        token = (origin[:, None] + torch.arange(longest)).minimum((after - 1).clamp_min(0)[:, None])
+        held = len(self.tail)
+        index = torch.where(
+            token < before[:, None], token - self.boundaries(before)[:, None], held + token - before[:, None]
+        )
+        plain = _take(join(self.tail.part(), fresh) if held else fresh, index.clamp(0, held + front.shape[1] - 1))
+
+        seen: list[tuple[Part, torch.Tensor, bool]] = []  # what the queries attend to: tokens [B, n], encoded or not
+        ring = new > 1 and self.sealed.limit is not None  # early queries need what late tokens overwrite
+        if ring and len(self.sealed):
+            past = self.sealed.part()
+            seen.append((_map(past, torch.clone), self._sealed_tokens(before), True))
+        if most := int(seal.max()):
+            encoded = self.sealed.encode(*(side.values[:, :, :most] for side in (plain.keys, plain.values)))
+            self.sealed.put(encoded, origin - self.apart, seal)
+            if ring:
+                seen.append((encoded, _numbers(origin, seal, most), True))
+        if has_tail:
+            self._keep_plain(plain, origin, after, seal, new)
+            if new > 1:
+                seen.append((plain, _numbers(origin, after - origin, longest), False))
+        self.own, self.seen = after, self.seen + new
+        self.solid = self.solid + new if bool(real.all()) else int(real.flip(-1).int().cumprod(-1).sum(-1).min())
+        for run, tokens in self._run_tokens():
+            once = run is self.sinks or not (ring if run is self.sealed else new > 1)
+            if once:
+                seen.insert(0 if run is self.sinks else len(seen), (run.part(), tokens, run is self.sealed))
+        seen = [piece for piece in seen if piece[0].tokens] or [(fresh, torch.full_like(front, -1), False)]
+        return self._history(seen, number)
+
+    def _keep_plain(self, plain: Part, origin: torch.Tensor, after: torch.Tensor, seal: torch.Tensor, new: int) -> None:
+        """The tail becomes what is not sealed of ``plain``, whose first tokens are ``origin``."""
+        left = after - origin - seal
+        if new == 1 and not bool(seal.any()) and len(self.tail):  # one more token at most: nothing else moves
+            last = (left - 1).clamp_min(0)
+            return self.tail.put(_take(plain, last[:, None]), last, left.clamp_max(1))
+        self.tail.replace(
+            _take(plain, (seal[:, None] + torch.arange(int(left.max()))).clamp_max(max(plain.tokens - 1, 0)))
+        )
+
+    def _history(self, seen: list[tuple[Part, torch.Tensor, bool]], number: torch.Tensor) -> History:
+        since, until = [], []
+        for _, tokens, encoded in seen:
+            first = tokens if not encoded else torch.maximum(tokens, self._sealed_since(tokens))
+            last = torch.full_like(tokens, FOREVER)
+            if not encoded and self.storage.has_tail:
+                last = torch.where(tokens < self.apart, last, self._sealed_since(tokens))
+            if self.retention.window is not None:
+                leaves = torch.minimum(last, tokens + self.retention.window)
+                last = torch.where(tokens < self.retention.sinks, last, leaves)
+            since.append(torch.where(tokens < 0, FOREVER, first))
+            until.append(last)
+        place = lambda t: t[:, None, None].to(self.device)  # noqa: E731
+        query = number[:, None, :, None].to(self.device)
+        visible: Any = RowVisible(place(torch.cat(since, -1)), place(torch.cat(until, -1)), query)
+        moved = None
+        if self.rope is not None and self.retention.window is not None and len(self.sinks):
+            edge = self.retention.sinks + self.retention.window - 1
+            moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, self.rope)
+        parts = [part for part, _, _ in seen]
+        return History(parts, visible, False, *self.dtypes, moved=moved, batch=self.batch_size)
+
+    # -- transformers: asking ----------------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, pads and evicted ones included."""
+        return self.seen + (0 if self.chunk is None else self.chunk.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns of the mask for the next ``update``, position of the first); of them, the new tokens' are read."""
+        self.catch_up()
+        slots, total = self.kept + query_length, self.seen + query_length
+        slots = min(slots, total)
+        return slots, total - slots
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Which of its row's own tokens are held, ascending, [B, H, kept] int64; -1 after the last one."""
+        self.catch_up()
+        held = self._held()
+        if not held.shape[-1]:
+            return None
+        return held.gather(-1, self._order(held))[:, None].expand(-1, self.heads, -1)
+
+    def _order(self, held: torch.Tensor) -> torch.Tensor:
+        return held.masked_fill(held < 0, FOREVER).argsort(-1)[:, : int((held >= 0).sum(-1).max())]
+
+    @property
+    def kept(self) -> int:
+        """Tokens held: the most of any row."""
+        self.catch_up()
+        return self.slots
+
+    @property
+    def slots(self) -> int:
+        """``kept``, without the tokens of a waiting chunk."""
+        return int((self._held() >= 0).sum(-1).max())
+
+    def _held(self) -> torch.Tensor:
+        """The token in each slot of all runs, [B, n]; -1: none."""
+        return torch.cat([self.own.new_zeros(self.batch_size, 0), *(tokens for _, tokens in self._run_tokens())], -1)
+
+    def _decoded(self, side: int) -> torch.Tensor | None:
+        """Tokens in ascending order; zeros where a row holds fewer than others."""
+        self.catch_up()
+        pieces = []
+        for run, _ in self._run_tokens():
+            slab, codec = (run.keys, run.key_codec) if side == 0 else (run.values, run.value_codec)
+            pieces.append(codec.decode(slab.view(), self.dtypes[side]))
+        if not pieces:
+            return None
+        held = self._held()
+        order = self._order(held)
+        states = torch.take_along_dim(torch.cat(pieces, 2), order[:, None, :, None].to(self.device), 2)
+        return states.masked_fill((held.gather(-1, order) < 0)[:, None, :, None].to(self.device), 0.0)
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        self.catch_up()
+        tiers = super().bytes_by_tier()
+        parts = tiers.setdefault("device", {})
+        parts["indices"] = parts.get("indices", 0) + self.own.untyped_storage().nbytes()
+        return tiers
+
+    # -- transformers: changing --------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As ``KVLayer.crop``; exact while the removed tokens are real in every row."""
+        tokens_to_remove = int(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
+        if -tokens_to_remove >= self.seen:
+            return self.reset()
+        left = self.own + tokens_to_remove
+        self.sinks.truncate(int(left.clamp_max(self.apart).max()))
+        self.tail.truncate(int((left - self.boundaries(left)).max()))
+        if not self.storage.has_tail:
+            self.sealed.truncate(int((left - self.apart).clamp_min(0).max()))
+        self.own, self.seen, self.solid = left, self.seen + tokens_to_remove, self.solid + tokens_to_remove
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what ``crop`` would raise, and change nothing."""
+        self.catch_up()
+        if tokens_to_remove > 0:
+            super().check_crop(tokens_to_remove)
+        why = self._refusal(-tokens_to_remove)
+        if why:
+            raise ValueError(
+                f"crop({tokens_to_remove}): layer {self.index} {why}; exact are up to {self.exact} tokens: fork() the "
+                "cache before the tokens that may be taken back, or use retention 'all' with storage 'int8'"
+            )
+
+    def _refusal(self, tokens: int) -> str | None:
+        """Why these last tokens cannot be taken back exactly."""
+        if not tokens or tokens >= self.seen:
+            return None
+        if tokens > self.solid:
+            return f"has a padded row, and only its last {self.solid} tokens are no pads in any row"
+        limit, left = self.sealed.limit, self.own - tokens
+        if limit is not None and bool((self.boundaries(self.own) - self.apart > limit).any()):
+            return "has evicted tokens"
+        if self.storage.has_tail and bool((self.boundaries(left) != self.boundaries(self.own)).any()):
+            return "has sealed tokens that would have to be plain again"
+        return None
+
+    @property
+    def exact(self) -> int:
+        """How many tokens can be taken back exactly: any number up to this one."""
+        return next((n for n in range(self.solid) if self._refusal(n + 1)), self.solid)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, next to each other."""
+        self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def _map_rows(self, fn: Any) -> None:
+        self.catch_up()
+        super()._map_rows(fn)
+        self.own = fn(self.own)
+
+    def fork(self) -> KVLayer:
+        """A layer that continues from here on its own; both share what is stored until one of them writes."""
+        self.catch_up()
+        new = super().fork()
+        new.sinks, new.tail = self.sinks.fork(), self.tail.fork()
+        return new
+
+    def export(self) -> dict[str, Any]:
+        """What a snapshot needs beside the runs and what every layer has."""
+        self.catch_up()
+        return {"own": self.own, "solid": self.solid, "slots": [len(run) for run in self.runs]}
+
+    def restore(self, own: torch.Tensor, solid: int) -> None:
+        """What ``export`` gave, but the runs."""
+        self.own, self.solid = own.cpu(), solid
+
+
+def _numbers(start: torch.Tensor, count: torch.Tensor, slots: int) -> torch.Tensor:
+    """Tokens ``start, start + 1, ...`` of every row, [B, slots]; -1 from the ``count``-th on."""
+    slot = torch.arange(slots)
+    return torch.where(slot < count[:, None], start[:, None] + slot, -1)
+
+
+def _map(part: Part, fn: Any) -> Part:
+    return part._replace(keys=map_state(part.keys, fn), values=map_state(part.values, fn))
+
+
+def _take(part: Part, index: torch.Tensor) -> Part:
+    """Plain tokens ``index`` [B, n], on the CPU, of every row."""
+    where = index[:, None, :, None].to(part.keys.values.device)
+    return _map(part, lambda t: torch.take_along_dim(t, where, 2))
