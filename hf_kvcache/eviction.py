@@ -39,7 +39,7 @@ from .placement import Home
 from .policies import Pool
 from .retention import Importance
 from .rope import Rope
-from .slots import Ragged, Slots, add_bytes, choose, slots_used, take_part
+from .slots import Ragged, Slots, add_bytes, choose, oldest_first, slots_used, take_part
 from .spec import Storage
 from .store import concat
 
@@ -172,7 +172,8 @@ class EvictionLayer(KVLayer):
     def mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
 
-        Of the mask that transformers made, only the columns of the new tokens speak of them.
+        Of the mask that transformers made, only the columns of the new tokens speak of them. Pads attend to nothing: the
+        mass that they would give must not count.
         """
         assert self.pending is not None
         new = self.pending.keys.shape[2]
@@ -183,12 +184,14 @@ class EvictionLayer(KVLayer):
         if not width and attention_mask is None:
             return None
         device = self.pending.keys.device
+        if held is None:
+            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
         if attention_mask is None:
             own = torch.ones(new, new, dtype=torch.bool, device=device).tril()[None, None]
         else:
             own = allowed(attention_mask)[:, :1, :, -new:]
-        if held is None:
-            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
+            real = own[:, :, -1, :, None]  # [B, 1, q, 1]
+            held, own = held & real, own & real
         shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
         return torch.cat([held.expand(*shape, new, width), own.expand(*shape, new, new)], -1)
 
@@ -224,11 +227,11 @@ class EvictionLayer(KVLayer):
         nothing = position.new_zeros(*position.shape[:2], 0, dtype=torch.float32)
         held = torch.cat([nothing, *(s.scores().repeat_interleave(s.group, -1) for s in self._containers())], -1)
         queries = query if self.policy.needs == "queries" else None
-        scores = self.policy.score(
-            Pool(
-                held, chunk.keys, chunk.values, position, chunk.first, mass, queries, self.memory, self.index, self.rope
-            )
-        )
+        facts = (position, chunk.first, mass, queries, self.memory, self.index, self.rope)
+        numbers = None
+        if position.shape[2] > 1:
+            numbers = torch.cat([*(s.positions().flatten(2).long() for s in self._containers()), position], -1)
+        scores = self.policy.score(Pool(held, chunk.keys, chunk.values, *facts, numbers))
         for slots in self._containers():
             mine, scores = scores.split([slots.tokens, scores.shape[-1] - slots.tokens], -1)
             slots.set_scores(mine if slots.group == 1 else mine.unflatten(-1, (-1, slots.group)).mean(-1))
@@ -312,7 +315,9 @@ class EvictionLayer(KVLayer):
         seen = self.seen if self.own is None else int(self.own.max())
         if self.retention.adaptive and (limit < seen or isinstance(slots, Ragged)):
             return self._share_out(pool, position, scores, shielded, limit, rows)
-        index, position = choose(shielded, position, limit, rows)
+        age = oldest_first(position[..., 0])  # slots lie in any order, and of equal scores the oldest stays
+        index, position = choose(shielded.gather(2, age), position.gather(2, age[..., None]), limit, rows)
+        index = age.gather(2, index)
         slots.fill(take_part(pool, index), position, scores.gather(2, index))
 
     def _share_out(

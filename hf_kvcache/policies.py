@@ -42,6 +42,7 @@ class Pool(NamedTuple):
     memory: dict[str, torch.Tensor]
     layer: int
     rope: Rope | None
+    numbers: torch.Tensor | None = None  # [B, H, m + q] int64, ``position`` of all, held ones included; None: decoding
 
     @property
     def decoding(self) -> bool:
@@ -155,7 +156,13 @@ class SnapKV(Policy):
         if pool.decoding and pool.scores.shape[-1]:
             return pool.after(torch.zeros_like(pool.mass[..., :1])) * (1 - 1 / self.window) + pool.mass
         smooth = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        return smooth(pool.mass, self.kernel, stride=1, padding=self.kernel // 2)
+        if pool.numbers is None:
+            return smooth(pool.mass, self.kernel, stride=1, padding=self.kernel // 2)
+        # Slots lie in any order, and pads between tokens: neighbours are those in the row itself.
+        nowhere = torch.iinfo(pool.numbers.dtype).max
+        order = pool.numbers.masked_fill(pool.numbers < 0, nowhere).argsort(dim=-1, stable=True)
+        by_age = smooth(pool.mass.gather(-1, order), self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.empty_like(by_age).scatter_(-1, order, by_age)
 
 
 class Expected(Policy):

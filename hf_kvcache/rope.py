@@ -58,9 +58,6 @@ class Rope:
     def __deepcopy__(self, memo: Any) -> Rope:
         return self  # holds nothing of a sequence
 
-    def __reduce__(self) -> Any:
-        return Rope, self._made_by  # a function of the model's module cannot be pickled
-
     def tensors(self) -> list[torch.Tensor]:
         """All it holds."""
         return [*(self._embed.buffers() if self._embed is not None else ()), *self._mean.values()]

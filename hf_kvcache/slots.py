@@ -278,6 +278,11 @@ def take_part(part: Part, index: torch.Tensor) -> Part:
     return part._replace(keys=take(part.keys, index), values=take(part.values, index))
 
 
+def oldest_first(position: torch.Tensor) -> torch.Tensor:
+    """The order of tokens by their number, [..., n]; what is no token (-1) comes last."""
+    return position.masked_fill(position < 0, torch.iinfo(position.dtype).max).argsort(dim=-1, stable=True)
+
+
 def choose(
     scores: torch.Tensor, position: torch.Tensor, most: int, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,8 +303,7 @@ def choose(
     if rows is not None:
         beyond = torch.arange(index.shape[-1], device=index.device) >= rows[:, None, None]
         first = torch.where(beyond, -1, first)
-    late = first.masked_fill(first < 0, torch.iinfo(first.dtype).max)
-    order = late.argsort(dim=-1, stable=True)
+    order = oldest_first(first)
     index, empty = index.gather(2, order), first.gather(2, order) < 0
     kept = position.gather(2, index[..., None].expand(-1, -1, -1, position.shape[-1]))
     return index, kept.masked_fill(empty[..., None], -1)

@@ -72,7 +72,7 @@ MUTATIONS = [
         "lowbit",
         "return x.amin(3, keepdim=True), x.amax(3, keepdim=True)",
         "return x.amin(4, keepdim=True), x.amax(4, keepdim=True)",
-        "test_lowbit.py::test_channel_keys_survive_a_bias_that_breaks_token_keys",
+        "test_lowbit.py::test_b55_channel_keys_survive_a_bias_that_breaks_token_keys",
     ),
     fault(
         "low-bit steps rounded down",
@@ -183,14 +183,14 @@ MUTATIONS = [
     fault(
         "crop of a position counter forgotten",
         "caches",
-        "self._last_position = max(self._last_position + tokens_to_remove, 0)",
+        "self._last_position = (max(least + tokens_to_remove, 0), max(most + tokens_to_remove, 0))",
         "pass",
         "test_caches.py::test_b31_rolling_back_one_token_is_the_way_out",
     ),
     fault(
         "a prompt fed twice goes through",
         "caches",
-        "if first <= self._last_position and self._last_position > 0:",
+        "if high <= most and low <= least and most > 0:",
         "if False:",
         "test_caches.py::test_b31_a_prompt_that_is_fully_cached",
     ),
@@ -264,21 +264,35 @@ MUTATIONS = [
         "eviction",
         "return number.masked_fill(~real, -1)[:, None]",
         "return number[:, None]",
-        "test_eviction.py::test_a_padded_row_is_the_row_alone",
+        "test_eviction.py::test_b36_pads_of_a_second_turn_are_not_kept",
+    ),
+    fault(
+        "pads give attention mass",
+        "eviction",
+        "held, own = held & real, own & real",
+        "pass",
+        "test_eviction.py::test_b36_pads_of_a_second_turn_are_not_kept",
+    ),
+    fault(
+        "mass pooled over slots as they lie",
+        "policies",
+        "if pool.numbers is None:",
+        "if True:",
+        "test_eviction.py::test_keeps_what_the_definition_keeps",
     ),
     fault(
         "scores not reordered",
         "slots",
         "self.position, self.score = fn(self.position), fn(self.score)",
         "self.position = fn(self.position)",
-        "test_eviction.py::test_row_operations_move_everything",
+        "test_eviction.py::test_b15_row_operations_move_everything",
     ),
     fault(
         "a policy's memory not reordered",
         "eviction",
         "self.memory = {name: fn(t) for name, t in self.memory.items()}",
         "pass",
-        "test_eviction.py::test_row_operations_move_everything",
+        "test_eviction.py::test_b15_row_operations_move_everything",
     ),
     fault(
         "attention mass does not add up",
@@ -328,7 +342,7 @@ MUTATIONS = [
         "attention",
         "return p.clamp_max(self.edge) - p",
         "return p - p",
-        "test_eviction.py::test_reposition_equals_a_fresh_window",
+        "test_eviction.py::test_b112_reposition_equals_a_fresh_window",
     ),
     # -- far tiers
     fault(

@@ -33,7 +33,7 @@ def spec(policy: str, store: str = "full", budget: object = 14, extra: str = "")
 
 
 class Slow:
-    """One row, one KV head: what is held, and what every query saw. Full precision; a prompt, then single tokens."""
+    """One row, one KV head: what is held, and what every query saw. Full precision, chunk by chunk."""
 
     def __init__(self, policy: str, budget: int, sinks: int, recent: int) -> None:
         self.policy, self.budget, self.sinks, self.recent = policy, budget, sinks, recent
@@ -102,13 +102,13 @@ def run(target: EvictionLayer, q, k, v, mask=None):
 @pytest.mark.parametrize("length", [1, 5, 14, 15, 37])
 @pytest.mark.parametrize("policy", ["knorm", "keydiff", "tova", "h2o", "snapkv"])
 def test_keeps_what_the_definition_keeps(policy: str, length: int) -> None:
-    batch, heads, groups, width, steps = 2, 3, 2, 8, 20
-    total = length + steps
+    batch, heads, groups, width, steps, turn = 2, 3, 2, 8, 20, 9
+    total = length + steps + turn
     q = torch.randn(batch, heads * groups, total, width)
     k, v = torch.randn(batch, heads, total, width), torch.randn(batch, heads, total, width)
     mine = layer(policy)
     slow = [[Slow(policy, 14, 2, 4) for h in range(heads)] for _ in range(batch)]
-    starts = [(0, length), *((length + i, length + i + 1) for i in range(steps))]
+    starts = [(0, length), *((length + i, length + i + 1) for i in range(steps)), (total - turn, total)]
     for a, b in starts:
         assert mine.get_mask_sizes(b - a) == (min(a, 14) + b - a, a - min(a, 14))
         out = run(mine, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
@@ -210,6 +210,31 @@ def test_b36_a_padded_row_is_the_row_alone(policy: str, store: str, extra: str) 
             assert torch.equal(mine.positions[row, :, :n], other.positions[0])
             assert bool((mine.positions[row, :, n:] == -1).all())
     assert sum(both.memory()["device"].values()) == both.nbytes
+
+
+@pytest.mark.parametrize("store", ["full", LOW[0]])
+@pytest.mark.parametrize("policy", POLICY)
+@torch.no_grad()
+def test_b36_pads_of_a_second_turn_are_not_kept(policy: str, store: str) -> None:
+    """They stand between a row's tokens; what is kept, and what every token sees, is as without them."""
+    model, name, pads = llama("kvcache"), spec(policy, store), 5
+    first, second, third = prompt(20, 2), prompt(12, 2, seed=2), prompt(6, 2, seed=3)
+    turns = [(first, 0), (second, pads), *((ids, 0) for ids in third.split(1, 1))]
+    both, caches = KVCache.from_spec(model.config, name), [KVCache.from_spec(model.config, name) for _ in range(2)]
+    attention = torch.ones(2, 0, dtype=torch.long)
+    for ids, hidden in turns:
+        real = torch.ones_like(ids)
+        real[1, :hidden] = 0
+        attention = torch.cat([attention, real], 1)
+        positions = (attention.cumsum(-1) - 1)[:, -ids.shape[1] :]
+        out = model(ids, attention_mask=attention, position_ids=positions, past_key_values=both).logits
+        for row, cache in enumerate(caches):
+            alone = feed(model, ids[row : row + 1, hidden * row :], cache)
+            torch.testing.assert_close(out[row : row + 1, hidden * row :], alone, atol=1e-4, rtol=0)
+            for mine, other in zip(both.layers, cache.layers, strict=True):
+                n = other.positions.shape[-1]
+                assert torch.equal(mine.positions[row, :, :n], other.positions[0])
+                assert bool((mine.positions[row, :, n:] == -1).all())
 
 
 @pytest.mark.parametrize("store", STORAGES)
