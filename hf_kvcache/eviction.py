@@ -172,8 +172,8 @@ class EvictionLayer(KVLayer):
     def mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
 
-        Of the mask that transformers made, only the columns of the new tokens speak of them. Pads attend to nothing: the
-        mass that they would give must not count.
+        Of the mask that transformers made, only the columns of the new tokens speak of them. Pads attend to nothing:
+        the mass that they would give must not count.
         """
         assert self.pending is not None
         new = self.pending.keys.shape[2]
