@@ -29,7 +29,7 @@ import torch
 
 from . import compat
 from .codecs import Codec
-from .masked import FED_TWICE, PADDED, MaskedStates, Visible, allowed
+from .masked import FED_TWICE, PADDED, MaskedStates, Visible, allowed, watched
 from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
@@ -79,12 +79,14 @@ class Moved(NamedTuple):
     sinks: int
     edge: int
     query: int | torch.Tensor  # token number of the first query; or of all of them, [B, Q], where rows differ
+    queries: int
     rope: Any
 
     def deltas(self, queries: int, device: torch.device) -> torch.Tensor | None:
-        """How far each query has to be turned, [Q] or [B, Q], all <= 0; ``None``: none of them."""
-        p = self.query if isinstance(self.query, torch.Tensor) else torch.arange(self.query, self.query + queries)
-        return (p.clamp_max(self.edge) - p).to(device) if int(p.max()) > self.edge else None
+        """How far each of the last ``queries`` queries is to be turned, [Q] or [B, Q], all <= 0; ``None``: none is."""
+        p = self.query if isinstance(self.query, torch.Tensor) else torch.arange(self.query, self.query + self.queries)
+        p = p[..., p.shape[-1] - queries :]
+        return (p.clamp_max(self.edge) - p).to(device) if queries and int(p.max()) > self.edge else None
 
 
 class History(NamedTuple):
@@ -99,6 +101,8 @@ class History(NamedTuple):
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
+    query: int = 0  # token number of the first query
+    queries: int = 0
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
@@ -126,6 +130,7 @@ class Stored:
     def __init__(self, history: History, side: int) -> None:
         self.history, self._side = history, side
         self._plain: torch.Tensor | None = None
+        self._touched: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
@@ -134,6 +139,17 @@ class Stored:
             history = self.history if chunk is None else chunk.resolve(None)
             self._plain = history.decode_side(self._side)
         return self._plain
+
+    def touched(self) -> torch.Tensor:
+        """What a model gets that does something else with it than our attention: plain, but it looks for pads."""
+        if self._touched is None:
+            history, plain = self.history, self.plain()
+            if history.observer is not None:
+                history.observer.refuse_touch()
+            if history.evicts and history.visible is None and self._side == 0:
+                plain = watched(plain, history.query, history.queries, evicts=True)
+            self._touched = plain
+        return self._touched
 
     @property
     def shape(self) -> torch.Size:
@@ -151,20 +167,26 @@ class Stored:
     def device(self) -> torch.device:
         return self.history.parts[0].keys[0].device
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself where this changes nothing: layers that share keys bring them to their device first."""
+        out = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        same = (out.dtype, out.device) == (self.dtype, self.device)
+        return self if same else self.touched().to(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.plain(), name)
+        return getattr(self.touched(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.plain()[index]
+        return self.touched()[index]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(map(plain, value))
-            return value.plain() if isinstance(value, Stored) else value
+            return value.touched() if isinstance(value, Stored) else value
 
         return func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()})
 
@@ -435,29 +457,31 @@ def kvcache_attention(
         if blind and attention_mask is not None and _has_pads(attention_mask):
             raise ValueError(PADDED)
         parts, visible = history.parts, history.visible
-    bias = kwargs.get("position_bias")
+    bias, queries, tokens = kwargs.get("position_bias"), query.shape[2], sum(part.tokens for part in parts)
     if bias is not None:
         if visible is not None:
             raise ValueError(
                 "position_bias (relative positions) with a window or low bits is not supported: use 'full' or 'int8'"
             )
+        if attention_mask is None and causal and queries > 1:
+            attention_mask = _causal(queries, tokens, query.device)
         attention_mask = _combine(attention_mask, bias)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, Stored) and key.history.observer is not None:
         run = (module, query, key, value, attention_mask, scaling, softcap, s_aux)
         return _attend_observed(*run, **kwargs).transpose(1, 2).contiguous(), None
-    queries, tokens = query.shape[2], sum(part.tokens for part in parts)
     mask = attention_mask
     if visible is not None:
+        visible = visible.of_last(queries).looking(mask)
         mask = None if mask is None else visible.by_slot(mask)
     elif mask is None and causal and queries > 1:
         if queries == tokens and not special:
             plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
             return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
         mask = _causal(queries, tokens, query.device)
-    turned = None
-    if isinstance(key, Stored) and history.moved is not None:
-        parts, turned = _move_sinks(query, parts, history.moved)
+    moved, turned = history.moved if isinstance(key, Stored) else None, None
+    if moved is not None:
+        parts, turned = _move_sinks(query, parts, moved)
     if turned is None:
         out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
     else:
@@ -497,29 +521,26 @@ def _attend_observed(
     """Attention under importance eviction: the layer says who sees what, and is told afterwards what was looked at."""
     history, queries = key.history, query.shape[2]
     parts, observer = history.parts, history.observer
-    mask, first = observer.mask(attention_mask), observer.first_observed()
-    mass = None
+    mask, first = observer.mask(attention_mask, queries), observer.first_observed(queries)
+    mass, tokens = None, sum(part.tokens for part in parts)
     if first is not None:
-        tokens = sum(part.tokens for part in parts)
         mass = query.new_zeros(query.shape[0], parts[-1].keys[0].shape[1], tokens, dtype=torch.float32)
     with torch.no_grad(), full_precision(query.device):
         if first == 0:
-            seen = _causal(queries, mass.shape[-1], query.device) if mask is None and queries > 1 else mask  # type: ignore[union-attr]
+            seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
-        elif mask is None and queries > 1 and softcap is None and s_aux is None:
+        elif mask is None and queries == tokens > 1 and softcap is None and s_aux is None:
             plain = _plain(key, query.dtype), _plain(value, query.dtype)
             out = compat.sdpa_attention_forward(module, query, *plain, None, 0.0, scaling, is_causal=True, **kwargs)[0]
             out = out.transpose(1, 2)
         else:
-            seen = _causal(queries, queries, query.device) if mask is None and queries > 1 else mask
+            seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
             out = attend(query, parts, scaling, seen, softcap, s_aux)
         if first:
             assert mass is not None
-            rows = (
-                _causal(queries, mass.shape[-1], query.device)[..., first:, :] if mask is None else mask[..., first:, :]
-            )
+            rows = (_causal(queries, tokens, query.device) if mask is None else mask)[..., first:, :]
             add_mass(mass, query[:, :, first:], parts, scaling, rows, softcap, s_aux)
-        observer.settle(query, mass, attention_mask)
+        observer.observe(getattr(module, "layer_idx", None), query, mass, attention_mask)
     return out
 
 

@@ -71,7 +71,7 @@ class KVCache(compat.Cache):
     ) -> None:
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"{type(self).__name__} takes model.config, got {type(config).__name__}")
-        self.config = config.get_text_config(decoder=True)
+        self.config = compat.decoder_config(config)
         self.storage = specs.storage(storage, skip_layers)
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)

@@ -35,16 +35,47 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionCacheLayerMixin",
     "cache_argument",
+    "decoder_config",
     "is_plain_full_attention",
     "is_stock_layer",
+    "last_reader",
     "no_init_weights",
     "position_bias",
     "rotary",
     "sdpa_attention_forward",
     "sdpa_mask",
     "stock_layers",
+    "takes_attention",
     "uses_rotary",
 ]
+
+
+def decoder_config(config: Any) -> Any:
+    """The part of a model's config that its decoder reads, never a copy: a copy would not hear of
+    ``set_attn_implementation``. Of older encoder-decoder models, whose config is flat, it is the whole."""
+    found = config.get_text_config(decoder=True)
+    return config if found.is_encoder_decoder else found
+
+
+def _modeling(config: Any) -> Any:
+    return importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+
+
+def takes_attention(config: Any) -> bool:
+    """Whether models of this config ask for their attention function by name; where that is not known, yes."""
+    try:
+        return hasattr(_modeling(config), "ALL_ATTENTION_FUNCTIONS")
+    except ImportError:
+        return True
+
+
+def last_reader(config: Any, layer: int) -> int:
+    """The last layer that attends to the keys of ``layer``: a later one where layers share them (Gemma 3n, 4)."""
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    types = getattr(config, "layer_types", None)
+    if first == config.num_hidden_layers or not types or types[layer] in types[layer + 1 : first]:
+        return layer
+    return max(i for i, kind in enumerate(types) if i in (layer, *range(first, len(types))) and kind == types[layer])
 
 
 def stock_layers(config: Any) -> list[Any]:
@@ -91,7 +122,7 @@ def rotary(config: Any, layer: int) -> tuple[Any, Callable[..., Any], str | None
         ValueError: no rotary positions, or a form of them that is not known.
     """
     name = type(config).__name__
-    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    module = _modeling(config)
     parameters = getattr(config, "rope_parameters", None)
     apply = getattr(module, "apply_rotary_pos_emb", None)
     found = [

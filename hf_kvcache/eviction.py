@@ -44,6 +44,7 @@ from .spec import Storage
 from .store import concat
 
 INF = float("inf")
+KEYS_ONLY = "use 'knorm', 'keydiff' or 'random'"
 FACTS = ("seen", "batch_size", "heads", "widths", "dtypes", "device")
 SAFEGUARD = 0.2  # share of the budget that every head keeps under ``adaptive``
 
@@ -90,8 +91,15 @@ class EvictionLayer(KVLayer):
                 "supported, use 'full', 'int8' or 'fp8', or leave out adaptive"
             )
         super().__init__(storage, retention, config, index, home)
+        self.last_reader = compat.last_reader(config, index)
         rotates = self.policy.needs == "queries" and compat.uses_rotary(config, index)
-        self.rope = Rope(config, index) if rotates else None
+        self.rope = self._find_rope() if rotates else None
+
+    def _find_rope(self) -> Rope:
+        try:
+            return Rope(self.config, self.index)
+        except ValueError as error:
+            raise ValueError(f"policy {self.retention.name!r} turns queries, but {error}: use another policy") from None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -103,6 +111,7 @@ class EvictionLayer(KVLayer):
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
+        self.read: tuple[Any, Any, Any] | None = None  # what the first layer that read what is pending saw
 
     # -- transformers: growing ---------------------------------------------------------------------------------------
 
@@ -139,25 +148,25 @@ class EvictionLayer(KVLayer):
     def _refuse_stock(self, attention: str | None) -> None:
         if attention == NAME:
             return
+        ours, model = compat.takes_attention(self.config), type(self.config).__name__.removesuffix("Config")
+        stock = repr(attention) if ours else f"the attention of {model}"
         if self.policy.needs != "keys":
             raise ValueError(
-                f"policy {self.retention.name!r} needs attention {self.policy.needs}, which {attention!r} does not "
-                f"hand over: {ASK_FOR_OURS}"
+                f"policy {self.retention.name!r} needs attention {self.policy.needs}, which {stock} does not hand "
+                f"over: {ASK_FOR_OURS if ours else KEYS_ONLY}"
             )
         if self.retention.pyramid or self.retention.adaptive:
             which = "pyramid" if self.retention.pyramid else "adaptive"
-            raise ValueError(f"{which} budgets differ, and {attention!r} has one mask for all layers: {ASK_FOR_OURS}")
+            out = ASK_FOR_OURS if ours else f"leave out {which}"
+            raise ValueError(f"{which} budgets differ, and {stock} has one mask for all layers: {out}")
 
     def _catch_up(self) -> None:
         """The last forward's tokens, where no attention of ours followed (a model that decodes what it was handed)."""
         if self.pending is None:
             return
-        if self.policy.needs != "keys" and self.pending.keys.shape[2]:
-            raise ValueError(
-                f"layer {self.index}: policy {self.retention.name!r} needs what attention computes, and this model "
-                "does not hand its keys to attention as they are: use 'knorm', 'keydiff' or 'random'"
-            )
-        self.settle(None, None, None)
+        if self.pending.keys.shape[2]:
+            self.refuse_touch()
+        self.settle(*(self.read or (None, None, None)))
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor) -> History:
         encoded = self.tail if self.two else self.sealed  # runs of the right codecs
@@ -165,15 +174,27 @@ class EvictionLayer(KVLayer):
         self.pending = Chunk(part, keys, values, self.seen)
         self.seen += keys.shape[2]
         held = [slots.part() for slots in self._containers()]
-        return History([*held, part], None, True, *self.dtypes, observer=self)
+        new = keys.shape[2]
+        return History([*held, part], None, True, *self.dtypes, observer=self, query=self.seen - new, queries=new)
+
+    def refuse_touch(self) -> None:
+        """Raise where this model does not hand its keys to attention as they are, and only that would do."""
+        if self.read is not None:
+            return
+        kept = "this model does not hand its keys to attention as they are"
+        if self.policy.needs != "keys":
+            needs = f"policy {self.retention.name!r} needs what attention computes"
+            raise ValueError(f"layer {self.index}: {needs}, and {kept}: {KEYS_ONLY}")
+        if self.retention.adaptive:
+            raise ValueError(f"layer {self.index}: heads of adaptive budgets differ, and {kept}: leave out adaptive")
 
     # -- attention asks ----------------------------------------------------------------------------------------------
 
-    def mask(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    def mask(self, attention_mask: torch.Tensor | None, queries: int) -> torch.Tensor | None:
         """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
 
-        Of the mask that transformers made, only the columns of the new tokens speak of them. Pads attend to nothing:
-        the mass that they would give must not count.
+        Of the mask that transformers made, only the columns of the new tokens speak of them. There may be fewer queries
+        than new tokens, the last ones. Pads attend to nothing: the mass that they would give must not count.
         """
         assert self.pending is not None
         new = self.pending.keys.shape[2]
@@ -187,13 +208,13 @@ class EvictionLayer(KVLayer):
         if held is None:
             held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
         if attention_mask is None:
-            own = torch.ones(new, new, dtype=torch.bool, device=device).tril()[None, None]
+            own = torch.ones(queries, new, dtype=torch.bool, device=device).tril(new - queries)[None, None]
         else:
             own = allowed(attention_mask)[:, :1, :, -new:]
-            real = own[:, :, -1, :, None]  # [B, 1, q, 1]
+            real = own[:, :, -1, -queries:, None]  # [B, 1, q, 1]
             held, own = held & real, own & real
         shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
-        return torch.cat([held.expand(*shape, new, width), own.expand(*shape, new, new)], -1)
+        return torch.cat([held.expand(*shape, queries, width), own.expand(*shape, queries, new)], -1)
 
     def _empties(self) -> torch.Tensor | None:
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
@@ -202,10 +223,21 @@ class EvictionLayer(KVLayer):
         pieces = [slots.positions().flatten(2) for slots in self._containers()]
         return (torch.cat(pieces, -1) >= 0)[:, :, None] if pieces else None
 
-    def first_observed(self) -> int | None:
-        """The first of the new queries whose attention mass is wanted; ``None``: no mass."""
-        assert self.pending is not None
-        return self.policy.first_observed(self.pending.keys.shape[2]) if self.policy.needs == "mass" else None
+    def first_observed(self, queries: int) -> int | None:
+        """The first of these queries, the last new ones, whose attention mass is wanted; ``None``: no mass."""
+        wanted = self.policy.needs == "mass" and self.read is None
+        return self.policy.first_observed(queries) if wanted else None
+
+    def observe(
+        self, reader: int | None, query: torch.Tensor, mass: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> None:
+        """What the attention of layer ``reader`` saw; after the last layer that reads these keys, as ``settle``.
+
+        Where layers share keys, only the one that made them counts: others may leave out queries.
+        """
+        self.read = self.read or (query, mass, attention_mask)
+        if reader is None or reader >= self.last_reader:
+            self.settle(*self.read)
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +251,7 @@ class EvictionLayer(KVLayer):
             mass: [B, H, m + q] float32.
             attention_mask: as transformers made it; its last columns say which new tokens are pads.
         """
-        chunk, self.pending = self.pending, None
+        chunk, self.pending, self.read = self.pending, None, None
         assert chunk is not None
         if not chunk.keys.shape[2]:
             return

@@ -287,7 +287,8 @@ class KVLayer(compat.CacheLayerMixin):
             return self._append_direct(direct, key_states, value_states)
         self._check(key_states, value_states)
         if self.retention.reposition and self._attention() != NAME:
-            raise ValueError(f"reposition=True needs queries that can be turned: {ASK_FOR_OURS}")
+            out = ASK_FOR_OURS if compat.takes_attention(self.config) else "this model takes none, leave out reposition"
+            raise ValueError(f"reposition=True needs queries that an attention of ours can turn: {out}")
         positions = position_ids(args, kwargs)
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         fresh = not self.is_initialized
@@ -338,8 +339,11 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += new
         runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        moved = self._moved(self.seen - new)
-        return History(parts, visible, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
+        return self._history(parts, visible, self._moved(self.seen - new), new)
+
+    def _history(self, parts: list[Part], visible: Visible | None, moved: Moved | None, new: int) -> History:
+        evicts, rows, first = self.retention.evicts, self.batch_size, self.seen - new
+        return History(parts, visible, evicts, *self.dtypes, moved=moved, batch=rows, query=first, queries=new)
 
     def catch_up(self) -> None:
         """Store tokens that wait for their mask; here none do (see ``padded.PaddedLayer``)."""
@@ -349,7 +353,8 @@ class KVLayer(compat.CacheLayerMixin):
         retention = self.retention
         if self.rope is None or retention.window is None or not retention.sinks:
             return None
-        return Moved(min(retention.sinks, self.seen), retention.sinks + retention.window - 1, query, self.rope)
+        edge = retention.sinks + retention.window - 1
+        return Moved(min(retention.sinks, self.seen), edge, query, self.seen - query, self.rope)
 
     def _direct(self, keys: torch.Tensor, values: torch.Tensor) -> Run | None:
         """The run to which this token goes, where it is one more like those before and one compiled call stores it.
@@ -385,8 +390,7 @@ class KVLayer(compat.CacheLayerMixin):
             self.refuse_non_finite(bad)
         self.seen += 1
         parts, moved = [part for run in self.runs if len(run) for part in run.parts()], self._moved(self.seen - 1)
-        history = History(parts, None, self.retention.evicts, *self.dtypes, moved=moved, batch=self.batch_size)
-        return self._present(history, None)
+        return self._present(self._history(parts, None, moved, 1), None)
 
     def _seal(self, plain: Part, layout: Layout) -> list[Part]:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""

@@ -45,6 +45,14 @@ class RowVisible(NamedTuple):
         p = self.query[:, :, start:stop]
         return (self.since <= p) & (p < self.until)
 
+    def of_last(self, queries: int) -> RowVisible:
+        """For the last ``queries`` of the call only."""
+        return self._replace(query=self.query[:, :, self.queries - queries :])
+
+    def looking(self, mask: torch.Tensor | None) -> RowVisible:
+        """Nothing is seen ahead: a mask that would let queries do so was refused."""
+        return self
+
     def by_slot(self, mask: torch.Tensor) -> None:
         """Nothing of the mask that transformers made is needed: which tokens are pads was read from it before."""
 
@@ -87,23 +95,27 @@ def count_by_row(layer: KVLayer) -> PaddedLayer:
 
 
 def _real(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> torch.Tensor | None:
-    """Which new tokens, after ``seen`` others, are no pads, [B, q] bool on the CPU; ``None``: all of them.
+    """Which new tokens, after ``seen`` others, are no pads, [B, q] bool on the CPU; ``None``: all of them."""
+    real = _of_new(mask, keys, seen)[:, 0, -1].expand(keys.shape[0], -1)
+    return None if bool(real.all()) else real.cpu()
 
-    Raises:
-        ValueError: a mask that is not causal among the new tokens.
-    """
+
+def _of_new(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> torch.Tensor:
+    """What a mask says of the new tokens, [B or 1, 1, q, q] bool."""
     new = keys.shape[2]
-    own = allowed(mask)[:, :1, :, : seen + new][..., -new:].expand(keys.shape[0], 1, new, new)
-    real = own[:, 0, -1]
-    if bool(real.all()):
-        return None
-    causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril() & real[:, None, None]
-    if not bool((own == causal)[real[:, None].expand(-1, 1, -1)].all()):
+    return allowed(mask)[:, :1, :, : seen + new][..., -new:]
+
+
+def _refuse_look_ahead(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> None:
+    own = _of_new(mask, keys, seen)
+    real, hidden = own[:, :, -1:], ~own
+    causal = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).tril()
+    wrong = (own & ~causal) | (hidden & causal & real)
+    if bool((wrong & real.transpose(-1, -2)).any()):
         raise ValueError(
-            "padding beside a mask that is not causal cannot be read row by row: use rows of equal length, or "
-            "retention 'all' with storage 'full', 'int8' or 'fp8'"
+            "padding beside a mask that is not causal (images, for one) cannot be read row by row: use rows of equal "
+            "length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
         )
-    return real.cpu()
 
 
 class PaddedLayer(KVLayer):
@@ -186,6 +198,8 @@ class PaddedLayer(KVLayer):
         chunk, self.chunk = self.chunk, None
         assert chunk is not None
         with torch.no_grad(), full_precision(chunk.keys.device):
+            if mask is not None and mask.shape[-2] == chunk.keys.shape[2]:
+                _refuse_look_ahead(mask, chunk.keys, self.seen)
             real = None if mask is None else _real(mask, chunk.keys, self.seen)
             return self._store(chunk.keys, chunk.values, real)
 
@@ -233,7 +247,7 @@ class PaddedLayer(KVLayer):
             if once:
                 seen.insert(0 if run is self.sinks else len(seen), (run.part(), tokens, run is self.sealed))
         seen = [piece for piece in seen if piece[0].tokens] or [(fresh, torch.full_like(front, -1), False)]
-        return self._history(seen, number)
+        return self._seen(seen, number)
 
     def _keep_plain(self, plain: Part, origin: torch.Tensor, after: torch.Tensor, seal: torch.Tensor, new: int) -> None:
         """The tail becomes what is not sealed of ``plain``, whose first tokens are ``origin``."""
@@ -245,7 +259,7 @@ class PaddedLayer(KVLayer):
             _take(plain, (seal[:, None] + torch.arange(int(left.max()))).clamp_max(max(plain.tokens - 1, 0)))
         )
 
-    def _history(self, seen: list[tuple[Part, torch.Tensor, bool]], number: torch.Tensor) -> History:
+    def _seen(self, seen: list[tuple[Part, torch.Tensor, bool]], number: torch.Tensor) -> History:
         since, until = [], []
         for _, tokens, encoded in seen:
             first = tokens if not encoded else torch.maximum(tokens, self._sealed_since(tokens))
@@ -263,7 +277,7 @@ class PaddedLayer(KVLayer):
         moved = None
         if self.rope is not None and self.retention.window is not None and len(self.sinks):
             edge = self.retention.sinks + self.retention.window - 1
-            moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, self.rope)
+            moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, number.shape[1], self.rope)
         parts = [part for part, _, _ in seen]
         return History(parts, visible, False, *self.dtypes, moved=moved, batch=self.batch_size)
 

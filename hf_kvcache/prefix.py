@@ -636,7 +636,7 @@ def check_cache(cache: Any) -> int:
 
 def rebind(cache: KVCache, config: Any) -> None:
     """Let a cache ask this model which attention runs, not the one that made it."""
-    cache.config = config.get_text_config(decoder=True)
+    cache.config = compat.decoder_config(config)
     for layer in cache.layers:
         if isinstance(layer, KVLayer):
             layer.config = cache.config

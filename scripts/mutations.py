@@ -340,8 +340,8 @@ MUTATIONS = [
     fault(
         "sinks not moved by reposition",
         "attention",
-        "return p.clamp_max(self.edge) - p",
-        "return p - p",
+        "return (p.clamp_max(self.edge) - p).to(device)",
+        "return (p - p).to(device)",
         "test_eviction.py::test_b112_reposition_equals_a_fresh_window",
     ),
     # -- far tiers

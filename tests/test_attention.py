@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import case
 from models import build, feed, llama, llama_config, prompt, states
-from test_families import model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
@@ -224,7 +224,7 @@ MODELS = ["llama", "mistral", "gemma2", "gemma3_text", "qwen2", "gpt_oss", "deep
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("chunk", [1, 7, None])
 def test_full_through_models(family, chunk):
-    model, stock = model_of(family)
+    model, stock = case(family).model, case(family).stock
     ids = prompt(24, 2)
     try:
         model.set_attn_implementation(stock)
@@ -240,7 +240,7 @@ def test_full_through_models(family, chunk):
 @pytest.mark.parametrize("spec", ["int8", "fp8"])
 def test_lossy_through_models(family, spec):
     """What our attention reads from the codes is what stock attention reads from decoded tensors."""
-    model, stock = model_of(family)
+    model, stock = case(family).model, case(family).stock
     ids, logits = prompt(24, 2), []
     try:
         for name in (stock, "kvcache"):
@@ -256,7 +256,7 @@ def test_lossy_through_models(family, spec):
 @pytest.mark.parametrize("chunk", [1, 5, None])
 def test_padding_through_models(family, chunk):
     """The registered mask function hands the padding mask on: a padded row equals the row alone."""
-    model, stock = model_of(family)
+    model, stock = case(family).model, case(family).stock
     ids = prompt(14, 2)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0

@@ -157,7 +157,7 @@ def test_b41_a_row_does_not_depend_on_its_mates(spec, attention):
 
 @keeping_pair
 def test_b36_padding_changes_no_row(spec, attention):
-    """Stock attention: groups are counted from a row's first slot, so that pads shift them unless they fill whole ones."""
+    """Stock attention counts groups from a row's first slot: pads shift them, unless they fill whole ones."""
     if "sink(" in spec:
         pytest.skip("a window under padding has tests of its own")
     model, far = llama(attention), "cpu" in spec

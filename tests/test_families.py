@@ -1,206 +1,140 @@
-"""Model families at tiny size with random weights: the same tokens as a stock cache, with stock attention and ours.
-
-A family is left out where a tiny model takes long to build; that says nothing about whether it works.
-"""
+"""Model families at tiny size: a sample of the cells of ``docs/support.md``, and what no cell shows."""
 
 from __future__ import annotations
 
-import functools
-import warnings
-from typing import Any
+import importlib.util
+from pathlib import Path
 
+import families
 import pytest
 import torch
-from models import build, prompt
-from transformers import AutoConfig, DynamicCache
+import transformers
+from families import ATTENTIONS, CACHES, EVERY, case, sample
+from transformers import DynamicCache
 
 from hf_kvcache import KVCache
 
-BASE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.4,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
-MOE = dict(num_local_experts=4, num_experts_per_tok=2)
-HEAD = dict(head_dim=8)
-HYBRID = ["sliding_attention", "full_attention"]
-
-# Settings beside BASE (None: not a setting of this family); "type:variant" names a second model of one type.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": dict(sliding_window=6),
-    "qwen2": {},
-    "qwen3": HEAD,
-    "gemma2": dict(**HEAD, sliding_window=6, layer_types=HYBRID, query_pre_attn_scalar=8),
-    "gemma3_text": dict(**HEAD, sliding_window=6, layer_types=HYBRID),
-    "phi3": {},
-    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=256),
-    "gpt_neox": {},
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, init_std=0.4),
-    "bloom": dict(n_layer=2, n_head=4),
-    "falcon": dict(multi_query=True, alibi=False),
-    "falcon:alibi": dict(multi_query=False, new_decoder_architecture=False, alibi=True),
-    "cohere2": dict(sliding_window=6, layer_types=HYBRID),
-    "olmo2": {},
-    "glm4": HEAD,
-    "smollm3": {},
-    "granite": {},
-    "starcoder2": {},
-    "mixtral": MOE,
-    "deepseek_v3": dict(
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-    ),
-    "gpt_oss": dict(**HEAD, **MOE, sliding_window=6, layer_types=HYBRID),
-    "llama4_text": dict(
-        **HEAD, num_local_experts=2, attention_chunk_size=8, intermediate_size_mlp=64, interleave_moe_layer_step=2
-    ),
-    "qwen3_next": dict(
-        **HEAD,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    ),
-    "jamba": dict(
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=2,
-        use_mamba_kernels=False,
-        mamba_d_state=4,
-        mamba_expand=2,
-        mamba_dt_rank=4,
-    ),
-}
-every_family = pytest.mark.parametrize("family", FAMILIES)
+ROOT = Path(__file__).resolve().parent.parent
 
 
-@functools.cache
-def model_of(family: str) -> Any:
-    """A model and the stock attention it runs."""
-    settings = {**BASE, **FAMILIES[family]}
-    config = AutoConfig.for_model(family.split(":")[0], **settings)
-    if family == "gemma2":  # before 5.24 sdpa leaves its softcap out
-        return build(config, "eager"), "eager"
-    try:
-        return build(config, "sdpa"), "sdpa"
-    except ValueError:
-        return build(config, "eager"), "eager"
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def tokens(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        do_sample=False,
-        max_new_tokens=8,
-        min_new_tokens=8,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
+table, suite = load_script("support_table"), load_script("stock_suite")
+PAGE_TEXT = table.PAGE.read_text()
+PAGE = table.read(PAGE_TEXT)
+
+
+def needed(family):
+    if family not in families.FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return case(family)
+
+
+def test_every_family_and_every_cache_has_its_cell():
+    assert set(PAGE) == {(family, name, attention) for family in EVERY for name in CACHES for attention in ATTENTIONS}
+    assert {name for _, name, _ in sample()} == set(CACHES)
+
+
+@pytest.mark.parametrize("family, name, attention", sample(), ids=lambda part: part)
+def test_the_page_says_what_the_checks_find(family, name, attention):
+    verdict, (kind, message) = families.check(family, name, attention), PAGE[family, name, attention]
+    assert verdict.kind == kind
+    if f"With transformers {transformers.__version__}." in PAGE_TEXT:
+        assert verdict.message == message
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in families.ENCODER_DECODERS])
+def test_padded_rows_are_what_dynamic_cache_gives(family, attention):
+    this = needed(family)
+    mask = torch.ones_like(this.ids)
+    mask[1, : 1 if family in families.IMAGES else 5] = 0  # an image begins at the second token
+    right = this.generate(DynamicCache(config=this.model.config), attention_mask=mask).sequences
+    with this.attention(attention):
+        assert torch.equal(this.generate(KVCache(this.model.config), attention_mask=mask).sequences, right)
+
+
+def test_a_cache_hears_which_attention_its_encoder_decoder_was_given_later():
+    this = case("bart")
+    cache = KVCache.from_spec(this.model.config, "snapkv(budget=8,sinks=2,recent=3)")
+    with this.attention("kvcache"):
+        this.generate(cache)
+    assert cache.stats().tokens_kept == 8
+
+
+def test_a_decoder_with_a_config_of_its_own_wraps_a_bare_cache():
+    settings = dict(families.DECODERS["gpt2"], vocab_size=97)
+    encoder = transformers.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
     )
+    decoder = transformers.GPT2Config(**settings, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model, ids = transformers.EncoderDecoderModel(config).eval(), families.prompt(9, 2)
+    with torch.no_grad():
+        right = model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+        for cache in (KVCache(config), transformers.EncoderDecoderCache(KVCache(config), DynamicCache())):
+            out = model(input_ids=ids, decoder_input_ids=ids, past_key_values=cache).logits
+            torch.testing.assert_close(out, right)
 
 
-@functools.cache
-def expected(family: str) -> Any:
-    model, attention = model_of(family)
-    model.set_attn_implementation(attention)
-    return tokens(model, DynamicCache(config=model.config), prompt(12, 2))
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_leave_out_queries_turn_those_that_are_left(family):
+    """``generate`` needs the last token only, and layers without keys of their own leave out the others."""
+    this, logits = needed(family), []
+    with this.attention("kvcache"), torch.no_grad():
+        for keep in (0, 1, 3):
+            cache = KVCache.from_spec(this.model.config, "sink(2,6,reposition=on)")
+            logits.append(this.model(this.ids, past_key_values=cache, logits_to_keep=keep).logits)
+    for some in logits[1:]:
+        torch.testing.assert_close(some, logits[0][:, -some.shape[1] :], atol=2e-4, rtol=1e-4)
 
 
-def cache_of(model: Any, spec: str) -> KVCache:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "changes nothing": all layers have a native window
-        return KVCache.from_spec(model.config, spec)
+@pytest.mark.parametrize("spec", ["snapkv(budget=64)", "knorm(budget=64,pyramid=on)", "sink(2,6,reposition=on)"])
+def test_no_one_is_sent_to_an_attention_that_the_model_does_not_take(spec):
+    this = case("falcon")
+    with this.attention("kvcache"), pytest.raises(ValueError, match="use 'knorm'|leave out") as error:
+        this.generate(KVCache.from_spec(this.model.config, spec))
+    assert "set_attn_implementation" not in str(error.value)
 
 
-@every_family
-@pytest.mark.parametrize("ours", [False, True], ids=["stock", "kvcache"])
-def test_full_gives_the_tokens_of_dynamic_cache(family, ours):
-    right = expected(family)
-    model, attention = model_of(family)
-    model.set_attn_implementation("kvcache" if ours else attention)
-    out = tokens(model, cache_of(model, "full"), prompt(12, 2))
-    assert torch.equal(out.sequences, right.sequences)
-    for mine, theirs in zip(out.logits, right.logits, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-
-
-@every_family
-@pytest.mark.parametrize("ours", [False, True], ids=["stock", "kvcache"])
-def test_padded_rows_are_what_dynamic_cache_gives(family, ours):
-    model, attention = model_of(family)
-    ids = prompt(12, 2)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["int8", "sink", "keydiff", "snapkv", "adaptive"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3n_text", "gemma4_text", "deepseek_v3", "jamba"])
+def test_a_padded_row_is_the_row_alone_or_refused(family, name, attention):
+    this, ids, pads = needed(family), families.sequence(family), 5
     mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    settings = dict(do_sample=False, max_new_tokens=5, min_new_tokens=5, attention_mask=mask)
-    model.set_attn_implementation(attention)
-    right = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
-    model.set_attn_implementation("kvcache" if ours else attention)
-    assert torch.equal(model.generate(ids, past_key_values=cache_of(model, "full"), **settings), right)
+    mask[1, :pads] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
 
+    @torch.no_grad()
+    def run(rows, start):
+        cache, out = KVCache.from_spec(this.model.config, CACHES[name]), []
+        for a, b in [(start, 12), *((i, i + 1) for i in range(12, 20))]:
+            asked = dict(attention_mask=mask[rows, start:b], position_ids=positions[rows, a:b])
+            out.append(this.model(ids[rows, a:b], past_key_values=cache, **asked).logits)
+        return torch.cat(out, 1)
 
-@every_family
-@pytest.mark.parametrize("ours", [False, True], ids=["stock", "kvcache"])
-def test_int8_is_near_or_refused(family, ours):
-    right = expected(family)
-    model, attention = model_of(family)
-    model.set_attn_implementation("kvcache" if ours else attention)
-    try:
-        cache = cache_of(model, "int8")
-        out = tokens(model, cache, prompt(12, 2))
-    except ValueError as error:
-        assert any(word in str(error) for word in (type(model.config).__name__, "layer"))
-        return
-    # The prompt's last logits and the first step's: later ones may follow another token.
-    first, stock = out.logits[0], right.logits[0]
-    assert (first - stock).abs().mean() <= 0.05 * stock.abs().mean()
-    assert cache.get_seq_length() == 19
-    if cache.stats().tokens_quantized:
-        assert not torch.equal(out.logits[1], right.logits[1])
-
-
-@every_family
-def test_a_sink_window_is_the_same_in_every_way(family):
-    """Two sinks and a window of six over twenty tokens: in chunks, one by one, with each attention; or refused."""
-    model, stock = model_of(family)
-    ids, logits = prompt(20, 2), {}
-    chunk = 20 if family == "jamba" else 7  # its recurrent layers cannot go on in chunks, with any cache
-    for name, size in [(stock, 1), (stock, chunk), ("eager", chunk), ("kvcache", 1), ("kvcache", chunk)]:
+    with this.attention(attention):
         try:
-            model.set_attn_implementation(name)
-            cache = cache_of(model, "sink(2,6)")
-            with torch.no_grad():
-                pieces = [model(c, past_key_values=cache).logits for c in ids.split(size, 1)]
-            logits[name, size] = torch.cat(pieces, 1)
+            together = run(slice(0, 2), 0)[1, pads:]
         except ValueError as error:
-            assert any(word in str(error) for word in ("kvcache", "ALiBi", "retention 'all'"))
-    for out in logits.values():
-        assert out.isfinite().all()
-        torch.testing.assert_close(out, next(iter(logits.values())), atol=2e-3, rtol=1e-3)
+            assert any(word in str(error) for word in ("padding", "set_attn", "as they are", "before attention"))
+            return
+        torch.testing.assert_close(together, run(slice(1, 2), pads)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", suite.MODES)
+def test_the_stock_suite_finds_no_difference(mode):
+    assert suite.compare("llama", mode) in ("=", "x" if mode == "contrastive" else "=")
+
+
+def test_the_stock_suite_sees_a_difference(monkeypatch):
+    monkeypatch.setattr(KVCache, "reorder_cache", lambda self, beam_idx: None)
+    assert "other tokens" in suite.compare("llama", "beams")
+    monkeypatch.setattr(KVCache, "reset", lambda self: None)
+    assert len(suite.compare("llama", "reset")) > 1

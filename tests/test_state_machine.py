@@ -589,7 +589,7 @@ class Machine(RuleBasedStateMachine):
         else:
             self.cache = KVCache.load(path, self.config, spec=old.spec)
         old.close()
-        self.model.bytes_out = 0
+        self.model.bytes_out = 0  # it counts what moves from now on
 
     # -- what must hold
 
