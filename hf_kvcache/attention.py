@@ -110,6 +110,11 @@ class History(NamedTuple):
 
     def decode_side(self, side: int) -> torch.Tensor:
         """The keys (0) or the values (1) of ``decode``."""
+        if self.moved is not None:
+            raise ValueError(
+                "reposition=True turns queries, so keys have to reach attention as they are: use eval() (no dropout), "
+                "or leave out reposition"
+            )
         if side == 0:
             pieces = [part.key_codec.decode(part.keys, self.key_dtype) for part in self.parts]
         else:
@@ -433,7 +438,7 @@ def kvcache_attention(
     Returns:
         ([B, Q, Hq, Dv], None): attention weights are not kept.
     """
-    if torch.is_autocast_enabled(query.device.type):
+    if _autocasts(query.device):
         with full_precision(query.device):
             return kvcache_attention(
                 module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
@@ -590,9 +595,11 @@ def register(compiled: bool | None = None) -> None:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off: codes and scores need the precision they are computed in."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _plain(states: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -85,7 +85,7 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
-        self._last_position = (0, 0)  # the least and the greatest of any row
+        self._last_positions = [0]  # of each row, or the largest of all
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
@@ -209,20 +209,21 @@ class KVCache(compat.Cache):
             raise
 
     def _check_positions(self, positions: torch.Tensor | None, new: int) -> None:
-        """A prompt that is fed twice comes with positions that were seen before."""
+        """A prompt that is fed twice comes with positions that were seen before, in every row."""
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
             return
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            least, most = self._last_position
-            self._last_position = (least + 1, most + 1)
+            self._last_positions = [last + 1 for last in self._last_positions]
             return
-        ends = positions[:, [0, -1]]
-        (low, last_low), (high, last_high) = ends.amin(0).tolist(), ends.amax(0).tolist()
-        least, most = self._last_position
-        # In all rows, that is: one that is fed pads repeats a position, before its first token it is 0 again and again.
-        if high <= most and low <= least and most > 0:
+        lows = highs = positions[:, -1].tolist()
+        if new > 1:  # position 0 is also that of pads
+            lows = positions.masked_fill(positions == 0, torch.iinfo(positions.dtype).max).amin(1).tolist()
+            highs = positions.amax(1).tolist()
+        lasts = self._last_positions
+        lasts = lasts if len(lasts) == len(highs) else [max(lasts)] * len(highs)
+        if max(lasts) > 0 and all(high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True)):
             raise ValueError(FED_TWICE)
-        self._last_position = (last_low, last_high)
+        self._last_positions = list(map(max, highs, lasts))
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
@@ -293,13 +294,12 @@ class KVCache(compat.Cache):
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        least, most = self._last_position
-        self._last_position = (max(least + tokens_to_remove, 0), max(most + tokens_to_remove, 0))
+        self._last_positions = [max(last + tokens_to_remove, 0) for last in self._last_positions]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows ``indices`` (integers or a bool mask)."""
         super().batch_select_indices(indices)
-        self._last_position = (0, 0)  # it may have been that of a row which is gone
+        self._last_positions = [0]  # they may have been those of rows that are gone
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""

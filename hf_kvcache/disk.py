@@ -143,7 +143,11 @@ def remove_leftovers(directory: Path) -> list[Path]:
     for entry in os.scandir(directory):
         if not entry.name.startswith(PREFIX) or not entry.is_dir(follow_symlinks=False):
             continue
-        if entry.stat(follow_symlinks=False).st_uid != os.geteuid() or _is_owned(Path(entry.path)):
+        try:
+            owner = entry.stat(follow_symlinks=False).st_uid
+        except FileNotFoundError:  # its owner has just removed it
+            continue
+        if owner != os.geteuid() or _is_owned(Path(entry.path)):
             continue
         shutil.rmtree(entry.path, ignore_errors=True)
         removed.append(Path(entry.path))

@@ -39,7 +39,7 @@ from .placement import Home
 from .policies import Pool
 from .retention import Importance
 from .rope import Rope
-from .slots import Ragged, Slots, add_bytes, choose, oldest_first, slots_used, take_part
+from .slots import Ragged, Slots, add_bytes, by_number, choose, slots_used, take_part
 from .spec import Storage
 from .store import concat
 
@@ -139,9 +139,8 @@ class EvictionLayer(KVLayer):
             if attention == NAME:
                 return Stored(history, 0), Stored(history, 1)
             keys, values = history._replace(observer=None).decode()
-            new, total = key_states.shape[2], self.seen
-            if new > 1 or total == 1:
-                keys = watched(keys, total - new, new, evicts=True)
+            new = key_states.shape[2]
+            keys = watched(keys, self.seen - new, new, evicts=True)
             self.settle(None, None, None)
         return keys, values
 
@@ -194,7 +193,7 @@ class EvictionLayer(KVLayer):
         """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
 
         Of the mask that transformers made, only the columns of the new tokens speak of them. There may be fewer queries
-        than new tokens, the last ones. Pads attend to nothing: the mass that they would give must not count.
+        than new tokens, the last ones.
         """
         assert self.pending is not None
         new = self.pending.keys.shape[2]
@@ -205,16 +204,18 @@ class EvictionLayer(KVLayer):
         if not width and attention_mask is None:
             return None
         device = self.pending.keys.device
-        if held is None:
-            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
         if attention_mask is None:
             own = torch.ones(queries, new, dtype=torch.bool, device=device).tril(new - queries)[None, None]
         else:
             own = allowed(attention_mask)[:, :1, :, -new:]
-            real = own[:, :, -1, -queries:, None]  # [B, 1, q, 1]
-            held, own = held & real, own & real
+        if held is None:
+            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
         shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
-        return torch.cat([held.expand(*shape, queries, width), own.expand(*shape, queries, new)], -1)
+        seen = torch.cat([held.expand(*shape, queries, width), own.expand(*shape, queries, new)], -1)
+        if attention_mask is None or self.own is None and not width:
+            return seen
+        seen &= own[:, :, -1, new - queries :, None]  # pads look at nothing: scores are made of what queries look at
+        return seen
 
     def _empties(self) -> torch.Tensor | None:
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
@@ -256,14 +257,25 @@ class EvictionLayer(KVLayer):
         if not chunk.keys.shape[2]:
             return
         position = self._number(chunk, attention_mask)  # [B, H, q]
-        nothing = position.new_zeros(*position.shape[:2], 0, dtype=torch.float32)
-        held = torch.cat([nothing, *(s.scores().repeat_interleave(s.group, -1) for s in self._containers())], -1)
+        nothing = position.new_zeros(*position.shape[:2], 0)
+        held = torch.cat([nothing, *(s.positions().flatten(2) for s in self._containers())], -1)
+        before = [s.scores().repeat_interleave(s.group, -1) for s in self._containers()]
         queries = query if self.policy.needs == "queries" else None
-        facts = (position, chunk.first, mass, queries, self.memory, self.index, self.rope)
-        numbers = None
-        if position.shape[2] > 1:
-            numbers = torch.cat([*(s.positions().flatten(2).long() for s in self._containers()), position], -1)
-        scores = self.policy.score(Pool(held, chunk.keys, chunk.values, *facts, numbers))
+        scores = self.policy.score(
+            Pool(
+                torch.cat([nothing.float(), *before], -1),
+                held,
+                chunk.keys,
+                chunk.values,
+                position,
+                chunk.first,
+                mass,
+                queries,
+                self.memory,
+                self.index,
+                self.rope,
+            )
+        )
         for slots in self._containers():
             mine, scores = scores.split([slots.tokens, scores.shape[-1] - slots.tokens], -1)
             slots.set_scores(mine if slots.group == 1 else mine.unflatten(-1, (-1, slots.group)).mean(-1))
@@ -278,7 +290,7 @@ class EvictionLayer(KVLayer):
         batch, heads, new = chunk.keys.shape[:3]
         device = chunk.keys.device
         real = None
-        if attention_mask is not None and new > 1:
+        if attention_mask is not None:
             real = allowed(attention_mask)[:, 0, -1, -new:].expand(batch, -1)
             real = None if self.own is None and bool(real.all()) else real
         if real is None and self.own is None:
@@ -319,7 +331,7 @@ class EvictionLayer(KVLayer):
         worst = self._shielded(held, slots.scores())
         if rows is not None or isinstance(slots, Ragged):
             worst = self._rooms(worst, held, rows)
-        slots.put(worst.argmin(-1), part, position, scores)
+        slots.put(worst.argmin(-1), part, position, scores, None if rows is None else position[:, 0, 0, 0] >= 0)
 
     def _rooms(self, worst: torch.Tensor, held: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """An empty slot comes first for a row that has not used up its budget, and never for one that has."""
@@ -346,10 +358,11 @@ class EvictionLayer(KVLayer):
             shielded = shielded.masked_fill(position[..., 0] < 0, -INF)
         seen = self.seen if self.own is None else int(self.own.max())
         if self.retention.adaptive and (limit < seen or isinstance(slots, Ragged)):
+            order = by_number(position[..., 0])  # ties go by age, not by slot
+            pool, position = take_part(pool, order), position.gather(2, order[..., None])
+            scores, shielded = scores.gather(2, order), shielded.gather(2, order)
             return self._share_out(pool, position, scores, shielded, limit, rows)
-        age = oldest_first(position[..., 0])  # slots lie in any order, and of equal scores the oldest stays
-        index, position = choose(shielded.gather(2, age), position.gather(2, age[..., None]), limit, rows)
-        index = age.gather(2, index)
+        index, position = choose(shielded, position, limit, rows)
         slots.fill(take_part(pool, index), position, scores.gather(2, index))
 
     def _share_out(
@@ -363,14 +376,17 @@ class EvictionLayer(KVLayer):
     ) -> None:
         """Heads share their budgets; slots become ragged. A row within its budget gets room up to it."""
         batch, heads, n = shielded.shape
-        floor = shielded.argsort(dim=-1, descending=True, stable=True)[..., : max(int(SAFEGUARD * limit), 1)]
-        sure = shielded.scatter(2, floor, INF).masked_fill(shielded == -INF, -INF).flatten(1)
-        count = limit if rows is None else rows[:, None]
+        count = torch.full((batch, 1), limit, device=shielded.device) if rows is None else rows[:, None]
+        order = shielded.argsort(dim=-1, descending=True, stable=True)
+        floor = torch.arange(n, device=order.device) < (SAFEGUARD * count).int().clamp_min(1)  # [B, n], by rank
+        floor = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, floor[:, None].expand_as(order))
+        sure = shielded.masked_fill(floor, INF).masked_fill(shielded == -INF, -INF).flatten(1)
         best = sure.argsort(dim=-1, descending=True, stable=True)
         rank = torch.empty_like(best).scatter_(1, best, torch.arange(heads * n, device=best.device).expand(batch, -1))
         chosen = (rank < heads * count).view(batch, heads, n) & (position[..., 0] >= 0)
-        budget = self.budget if isinstance(self.budget, int) else limit
-        room = (budget - chosen.sum(-1)).clamp_min(0) * (chosen.sum((1, 2)) < heads * budget)[:, None]
+        least = self.retention.sinks + self.retention.recent
+        budget = self.budget if isinstance(self.budget, int) else count.clamp_min(least)
+        room = (budget - chosen.sum(-1)).clamp_min(0) * (chosen.sum((1, 2))[:, None] < heads * budget)
         if rows is not None and int(room.max()):  # rows still below their budget: empty slots, to be used later
             extra = int(room.max())
             blank = take_part(pool, torch.zeros(batch, heads, extra, dtype=torch.int64, device=room.device))
@@ -540,8 +556,7 @@ class EvictionLayer(KVLayer):
         if not self.kept:
             return None
         found = torch.cat([slots.positions().flatten(2) for slots in self._containers()], -1).long()
-        order = found.masked_fill(found < 0, torch.iinfo(torch.int64).max).argsort(-1)
-        return found.gather(-1, order)
+        return found.gather(-1, by_number(found))
 
     def _decoded(self, side: int) -> torch.Tensor | None:
         """Tokens in ascending order; zeros where a row or head holds fewer than others."""
@@ -554,7 +569,7 @@ class EvictionLayer(KVLayer):
             pieces.append(codec.decode(state, self.dtypes[side]))
             position.append(slots.positions().flatten(2).long())
         found, states = torch.cat(position, -1), torch.cat(pieces, 2)
-        order = found.masked_fill(found < 0, torch.iinfo(torch.int64).max).argsort(-1)
+        order = by_number(found)
         states = states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1]))
         return states.masked_fill((found.gather(-1, order) < 0)[..., None], 0.0)
 

@@ -86,11 +86,14 @@ class FarSlots(Slots):
         for rows, state in zip(self.rows or (), self._held, strict=False):
             rows.write(self.used - 1, narrow(state, self.used - 1, self.used), self.home.lane)
 
-    def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
-        super().put(index, unit, position, score)
+    def put(
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+    ) -> None:
+        super().put(index, unit, position, score, real)
         self.home.offloader.bytes_out += self.row_bytes
         if self.rows is None:
             return
+        index = index if real is None else index.masked_fill(~real[:, None], -1)  # no slot
         sent = []
         for t in (index[:, :, None], *unit.keys, *unit.values):  # [B, H, 1, ...]
             shape = (1, *t.shape[:2], *t.shape[3:])

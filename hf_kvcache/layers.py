@@ -291,6 +291,8 @@ class KVLayer(compat.CacheLayerMixin):
             raise ValueError(f"reposition=True needs queries that an attention of ours can turn: {out}")
         positions = position_ids(args, kwargs)
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if self.retention.reposition and with_grad:
+            raise ValueError("reposition=True turns queries, which has no gradient here: use torch.no_grad()")
         fresh = not self.is_initialized
         try:
             if fresh:
@@ -349,12 +351,12 @@ class KVLayer(compat.CacheLayerMixin):
         """Store tokens that wait for their mask; here none do (see ``padded.PaddedLayer``)."""
 
     def _moved(self, query: int) -> Moved | None:
-        """Where ``reposition`` lets queries stand for the sinks."""
+        """Where ``reposition`` lets queries stand for the sinks; ``None`` where they may stay."""
         retention = self.retention
         if self.rope is None or retention.window is None or not retention.sinks:
             return None
         edge = retention.sinks + retention.window - 1
-        return Moved(min(retention.sinks, self.seen), edge, query, self.seen - query, self.rope)
+        return Moved(retention.sinks, edge, query, self.seen - query, self.rope) if self.seen - 1 > edge else None
 
     def _direct(self, keys: torch.Tensor, values: torch.Tensor) -> Run | None:
         """The run to which this token goes, where it is one more like those before and one compiled call stores it.
@@ -643,7 +645,7 @@ class KVLayer(compat.CacheLayerMixin):
     def _check_finite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One maximum per side. Elsewhere than on a CPU, looking at it now would wait for the device in every layer:
         the cache looks once per forward, at the next one (``raise_if_suspect``)."""
-        if not keys.shape[2]:
+        if not keys.shape[2] or keys.is_meta:
             return
         if keys.device.type == "cpu" and math.isfinite(keys.detach().sum() + values.detach().sum()):
             return  # a sum that is finite has finite terms; one that is not may only have overflowed

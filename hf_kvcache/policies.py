@@ -33,6 +33,7 @@ class Pool(NamedTuple):
     """What one forward brought, for a policy to look at. m tokens were held before, q are new."""
 
     scores: torch.Tensor  # [B, H, m] float32, of the tokens held
+    held: torch.Tensor  # [B, H, m] their numbers among the row's own tokens, in no order; -1: an empty slot
     keys: torch.Tensor  # [B, H, q, Dk], as the model computed them
     values: torch.Tensor  # [B, H, q, Dv]
     position: torch.Tensor  # [B, H, q] int64, number among the row's own tokens; -1: a pad
@@ -42,7 +43,6 @@ class Pool(NamedTuple):
     memory: dict[str, torch.Tensor]
     layer: int
     rope: Rope | None
-    numbers: torch.Tensor | None = None  # [B, H, m + q] int64, ``position`` of all, held ones included; None: decoding
 
     @property
     def decoding(self) -> bool:
@@ -155,14 +155,11 @@ class SnapKV(Policy):
         assert pool.mass is not None
         if pool.decoding and pool.scores.shape[-1]:
             return pool.after(torch.zeros_like(pool.mass[..., :1])) * (1 - 1 / self.window) + pool.mass
+        number = torch.cat([pool.held, pool.position], -1)  # slots lie in any order: neighbours are those in the text
+        order = number.masked_fill(number < 0, torch.iinfo(number.dtype).max).argsort(dim=-1, stable=True)
         smooth = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        if pool.numbers is None:
-            return smooth(pool.mass, self.kernel, stride=1, padding=self.kernel // 2)
-        # Slots lie in any order, and pads between tokens: neighbours are those in the row itself.
-        nowhere = torch.iinfo(pool.numbers.dtype).max
-        order = pool.numbers.masked_fill(pool.numbers < 0, nowhere).argsort(dim=-1, stable=True)
-        by_age = smooth(pool.mass.gather(-1, order), self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.empty_like(by_age).scatter_(-1, order, by_age)
+        smoothed = smooth(pool.mass.gather(2, order), self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.empty_like(smoothed).scatter_(2, order, smoothed)
 
 
 class Expected(Policy):
@@ -185,23 +182,36 @@ class Expected(Policy):
         self.future, self.queries, self.epsilon = future, queries, epsilon
 
     def score(self, pool: Pool) -> torch.Tensor:
-        mean, cov = self._statistics(pool)  # [B, H, G, D], [B, H, G, D, D]
-        keys, width = pool.keys.float(), pool.keys.shape[-1]
-        logits = torch.einsum("bhgd,bhnd->bhgn", mean, keys) / math.sqrt(width)
-        logits += torch.einsum("bhnd,bhgde,bhne->bhgn", keys, cov, keys) / (2 * width)
-        # The normaliser of the first forward is kept, so that later tokens are scored on the same scale.
-        hidden = (pool.position < 0)[:, :, None]
-        total = logits.masked_fill(hidden, -math.inf).logsumexp(-1, keepdim=True)
-        if "total" in pool.memory:
-            total = pool.memory["total"]
-        pool.memory["total"] = total
-        chance = (logits - total).clamp_max(0.0).exp().mean(2)
+        if "total" not in pool.memory or "waiting" in pool.memory:
+            self._learn(pool)
+        logits = self._logits(pool, pool.memory["mean"], pool.memory["cov"])
+        chance = (logits - pool.memory["total"]).clamp_max(0.0).exp().mean(2)
         return pool.after((chance + self.epsilon) * pool.values.float().norm(dim=-1))
 
+    def _logits(self, pool: Pool, mean: torch.Tensor, cov: torch.Tensor) -> torch.Tensor:
+        """[B, H, G, q]"""
+        keys, width = pool.keys.float(), pool.keys.shape[-1]
+        logits = torch.einsum("bhgd,bhnd->bhgn", mean, keys) / math.sqrt(width)
+        return logits + torch.einsum("bhnd,bhgde,bhne->bhgn", keys, cov, keys) / (2 * width)
+
+    def _learn(self, pool: Pool) -> None:
+        """Statistics and normaliser of each row's first forward, kept so that later tokens are scored on the same
+        scale. A row that was all pads waits for its own first one."""
+        mean, cov = self._statistics(pool)
+        pads = pool.position < 0
+        total = self._logits(pool, mean, cov).masked_fill(pads[:, :, None], -math.inf).logsumexp(-1, keepdim=True)
+        waits, rows = pool.memory.pop("waiting", None), pads[:, 0].all(-1)  # [B]
+        for name, new in (("mean", mean), ("cov", cov), ("total", total)):
+            if waits is not None:
+                new = torch.where(waits.view(-1, *[1] * (new.dim() - 1)), new, pool.memory[name])
+            pool.memory[name] = new
+        rows = rows if waits is None else rows & waits
+        if bool(rows.any()):
+            pool.memory["waiting"] = rows
+
     def _statistics(self, pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean [B, H, G, D] and covariance [B, H, G, D, D] of future queries, from those of this forward."""
         assert pool.query is not None
-        if "mean" in pool.memory:
-            return pool.memory["mean"], pool.memory["cov"]
         batch, heads = pool.keys.shape[:2]
         query = pool.query.float()
         if pool.rope is not None:
@@ -218,7 +228,6 @@ class Expected(Policy):
             end = pool.first + pool.keys.shape[2]
             turn = pool.rope.mean_turn(end, self.future, query.shape[-1], query.device)  # [D, D]
             mean, cov = (turn @ mean[..., None])[..., 0], turn @ cov @ turn.transpose(-1, -2)
-        pool.memory["mean"], pool.memory["cov"] = mean, cov
         return mean, cov
 
 

@@ -101,7 +101,8 @@ class Slots:
         capacity = capacity if limit is None else max(min(capacity, limit), self.used + 1)
 
         def larger(t: torch.Tensor) -> torch.Tensor:
-            new = t.new_empty((*t.shape[:2], capacity, *t.shape[3:]))
+            # Zeros: a short row's empty slots are attended to with probability 0, which does not undo a NaN.
+            new = t.new_zeros((*t.shape[:2], capacity, *t.shape[3:]))
             new[:, :, : self.used] = t[:, :, : self.used]
             return new
 
@@ -129,14 +130,18 @@ class Slots:
         self.position[:, :, self.used], self.score[:, :, self.used] = -1, float("-inf")
         self.used += 1
 
-    def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
-        """Overwrite slot ``index`` [B, H] of every row and head with a unit [B, H, 1, ...]."""
+    def put(
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+    ) -> None:
+        """Overwrite slot ``index`` [B, H] of every row (of those in ``real``, [B] bool) and head with a unit
+        [B, H, 1, ...]."""
         rows, heads = grid(index.shape[0], index.shape[1], index.device)
-        where = (rows[..., 0], heads[..., 0], index)
+        some = slice(None) if real is None else real
+        where = (rows[some][..., 0], heads[..., 0], index[some])
         for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
-            mine[where] = new[:, :, 0]
-        self.position[where] = position[:, :, 0].to(torch.int32)
-        self.score[where] = score[:, :, 0]
+            mine[where] = new[some][:, :, 0]
+        self.position[where] = position[some][:, :, 0].to(torch.int32)
+        self.score[where] = score[some][:, :, 0]
 
     def map_rows(self, fn: Any) -> None:
         """Apply ``fn``, which may change the batch axis only, to every tensor."""
@@ -232,12 +237,15 @@ class Ragged:
         mine = self.part().whole()
         return mine._replace(keys=concat([mine.keys, part.keys]), values=concat([mine.values, part.values]))
 
-    def put(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
-        where = self.start + index
+    def put(
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+    ) -> None:
+        some = slice(None) if real is None else real
+        where = (self.start + index)[some]
         for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
-            mine[where] = new[:, :, 0]
-        self.position[where] = position[:, :, 0, 0].to(torch.int32)
-        self.score[where] = score[:, :, 0]
+            mine[where] = new[some][:, :, 0]
+        self.position[where] = position[some][:, :, 0, 0].to(torch.int32)
+        self.score[where] = score[some][:, :, 0]
 
     def map_rows(self, fn: Any) -> None:
         """Rows are cut out of the flat tensors in their new order."""
@@ -278,9 +286,9 @@ def take_part(part: Part, index: torch.Tensor) -> Part:
     return part._replace(keys=take(part.keys, index), values=take(part.values, index))
 
 
-def oldest_first(position: torch.Tensor) -> torch.Tensor:
-    """The order of tokens by their number, [..., n]; what is no token (-1) comes last."""
-    return position.masked_fill(position < 0, torch.iinfo(position.dtype).max).argsort(dim=-1, stable=True)
+def by_number(number: torch.Tensor) -> torch.Tensor:
+    """Indices [B, H, n] that put tokens into the text's order; pads and empty slots, -1, come last."""
+    return number.masked_fill(number < 0, torch.iinfo(number.dtype).max).argsort(dim=-1, stable=True)
 
 
 def choose(
@@ -297,13 +305,14 @@ def choose(
     Returns:
         Their indices [B, H, most], and their positions [B, H, most, g], -1 beyond a row's own number.
     """
-    # A stable sort, not topk: pooled scores have ties, and a row must choose alike wherever it stands.
-    index = scores.argsort(dim=-1, descending=True, stable=True)[..., :most]
+    # Stable sorts, not topk: pooled scores have ties, and a row must choose alike wherever it and its tokens stand.
+    order = by_number(position[..., 0])
+    index = order.gather(2, scores.gather(2, order).argsort(dim=-1, descending=True, stable=True)[..., :most])
     first = position[..., 0].gather(2, index)
     if rows is not None:
         beyond = torch.arange(index.shape[-1], device=index.device) >= rows[:, None, None]
         first = torch.where(beyond, -1, first)
-    order = oldest_first(first)
+    order = by_number(first)
     index, empty = index.gather(2, order), first.gather(2, order) < 0
     kept = position.gather(2, index[..., None].expand(-1, -1, -1, position.shape[-1]))
     return index, kept.masked_fill(empty[..., None], -1)

@@ -93,7 +93,7 @@ def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **meta
         "model": fingerprint(cache.config),
         "spec": cache.spec,
         "tokens_seen": str(cache.get_seq_length()),
-        "last_position": json.dumps(cache._last_position),
+        "last_position": ",".join(map(str, cache._last_positions)),
         "layers": json.dumps(layers),
         **metadata,
     })  # fmt: skip
@@ -111,8 +111,7 @@ def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
             raise ValueError(f"{path}: layer {index} is not as a snapshot of {cache.spec!r} has it ({error})") from None
         except ValueError as error:
             raise ValueError(f"{path}: layer {index}: {error}") from None
-    least, most = json.loads(snapshot.metadata["last_position"])
-    cache._last_position = (int(least), int(most))
+    cache._last_positions = [int(last) for last in snapshot.metadata["last_position"].split(",")]
 
 
 def check(snapshot: Snapshot, config: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from models import build, feed, greedy, llama, llama_config, prompt
+from test_caches import padded
 from transformers import DynamicCache, GPT2Config
 
 from hf_kvcache import EvictionCache, KVCache, SinkWindowCache
@@ -33,7 +35,7 @@ def spec(policy: str, store: str = "full", budget: object = 14, extra: str = "")
 
 
 class Slow:
-    """One row, one KV head: what is held, and what every query saw. Full precision, chunk by chunk."""
+    """One row, one KV head: what is held, and what every query saw. Full precision."""
 
     def __init__(self, policy: str, budget: int, sinks: int, recent: int) -> None:
         self.policy, self.budget, self.sinks, self.recent = policy, budget, sinks, recent
@@ -102,14 +104,15 @@ def run(target: EvictionLayer, q, k, v, mask=None):
 @pytest.mark.parametrize("length", [1, 5, 14, 15, 37])
 @pytest.mark.parametrize("policy", ["knorm", "keydiff", "tova", "h2o", "snapkv"])
 def test_keeps_what_the_definition_keeps(policy: str, length: int) -> None:
-    batch, heads, groups, width, steps, turn = 2, 3, 2, 8, 20, 9
-    total = length + steps + turn
+    batch, heads, groups, width, steps = 2, 3, 2, 8, 20
+    total = length + steps
     q = torch.randn(batch, heads * groups, total, width)
     k, v = torch.randn(batch, heads, total, width), torch.randn(batch, heads, total, width)
     mine = layer(policy)
     slow = [[Slow(policy, 14, 2, 4) for h in range(heads)] for _ in range(batch)]
-    starts = [(0, length), *((length + i, length + i + 1) for i in range(steps)), (total - turn, total)]
-    for a, b in starts:
+    turn = length + 12  # four tokens at once, when slots are no longer in token order
+    starts = [0, *range(length, turn + 1), *range(turn + 4, total + 1)]
+    for a, b in pairwise(starts):
         assert mine.get_mask_sizes(b - a) == (min(a, 14) + b - a, a - min(a, 14))
         out = run(mine, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
         expected = torch.stack(
@@ -212,29 +215,40 @@ def test_b36_a_padded_row_is_the_row_alone(policy: str, store: str, extra: str) 
     assert sum(both.memory()["device"].values()) == both.nbytes
 
 
-@pytest.mark.parametrize("store", ["full", LOW[0]])
-@pytest.mark.parametrize("policy", POLICY)
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(spec(policy, budget=10) for policy in POLICY),
+        spec("snapkv", "int8", 10, "adaptive"),
+        spec("h2o", LOW[0], 10),
+        spec("tova", budget=0.5),
+    ],
+)
 @torch.no_grad()
-def test_b36_pads_of_a_second_turn_are_not_kept(policy: str, store: str) -> None:
-    """They stand between a row's tokens; what is kept, and what every token sees, is as without them."""
-    model, name, pads = llama("kvcache"), spec(policy, store), 5
-    first, second, third = prompt(20, 2), prompt(12, 2, seed=2), prompt(6, 2, seed=3)
-    turns = [(first, 0), (second, pads), *((ids, 0) for ids in third.split(1, 1))]
-    both, caches = KVCache.from_spec(model.config, name), [KVCache.from_spec(model.config, name) for _ in range(2)]
-    attention = torch.ones(2, 0, dtype=torch.long)
-    for ids, hidden in turns:
-        real = torch.ones_like(ids)
-        real[1, :hidden] = 0
-        attention = torch.cat([attention, real], 1)
-        positions = (attention.cumsum(-1) - 1)[:, -ids.shape[1] :]
-        out = model(ids, attention_mask=attention, position_ids=positions, past_key_values=both).logits
-        for row, cache in enumerate(caches):
-            alone = feed(model, ids[row : row + 1, hidden * row :], cache)
-            torch.testing.assert_close(out[row : row + 1, hidden * row :], alone, atol=1e-4, rtol=0)
-            for mine, other in zip(both.layers, cache.layers, strict=True):
+def test_a_padded_row_is_the_row_alone_in_any_schedule(name: str, chunk: int) -> None:
+    """Chunks of nothing but pads, single pads, later turns with pads of their own."""
+    lengths = (20, 8, 1)
+    turns = [lengths, (1,), (1,), (4, 2, 3), (1,), (1, 0, 1), (5,), (1,)]
+    masks = [padded([sizes[i % len(sizes)] for i in range(len(lengths))])[2] for sizes in turns]
+    ends = [0, *accumulate(mask.shape[1] for mask in masks)]
+    pieces = [*((a, min(a + chunk, ends[1])) for a in range(0, ends[1], chunk)), *pairwise(ends[1:])]
+    mask = torch.cat(masks, 1)
+    words = torch.stack([torch.randperm(96)[: mask.shape[1]] for _ in lengths])  # no word twice: scores would tie
+    model, ids = llama("kvcache"), (words + 1) * mask
+    together, *alone = (KVCache.from_spec(model.config, name) for _ in range(len(lengths) + 1))
+    for a, b in pieces:
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, a:b]
+        out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions, past_key_values=together).logits
+        for row, cache in enumerate(alone):
+            new = ids[row : row + 1, a:b][:, mask[row, a:b] > 0]
+            if not new.shape[1]:
+                continue
+            expected = model(new, past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(out[row : row + 1, -1], expected, atol=2e-4, rtol=0)
+            for mine, other in zip(together.layers, cache.layers, strict=True):
                 n = other.positions.shape[-1]
                 assert torch.equal(mine.positions[row, :, :n], other.positions[0])
-                assert bool((mine.positions[row, :, n:] == -1).all())
 
 
 @pytest.mark.parametrize("store", STORAGES)

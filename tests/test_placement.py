@@ -869,6 +869,20 @@ def test_leftovers_of_a_killed_process_are_found_and_those_of_a_living_one_are_l
     twins.check()
 
 
+def test_a_folder_that_goes_while_another_process_looks(tmp_path, monkeypatch):
+    gone, scan = tmp_path / "hf_kvcache-1-a", os.scandir
+    gone.mkdir()
+
+    def late(path):
+        entries = list(scan(path))
+        gone.rmdir()
+        return entries
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", late)
+        assert disk.remove_leftovers(tmp_path) == []
+
+
 def test_only_our_own_leftovers_are_removed(tmp_path):
     (tmp_path / "hf_kvcache-1-dead").mkdir()
     (tmp_path / "other").mkdir()
