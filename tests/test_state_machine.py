@@ -99,7 +99,7 @@ CASES += [(spec, ("sdpa", "kvcache")[i % 2]) for i, spec in enumerate(FAR)] + [
 ]
 
 quick = settings(
-    max_examples=5, stateful_step_count=16, derandomize=True, deadline=None, database=None, print_blob=False,
+    max_examples=4, stateful_step_count=16, derandomize=True, deadline=None, database=None, print_blob=False,
     suppress_health_check=list(HealthCheck), report_multiple_bugs=False, phases=(Phase.generate, Phase.shrink),
 )  # fmt: skip
 PROFILES = {"quick": quick, "long": settings(quick, max_examples=150, stateful_step_count=40, derandomize=False)}
