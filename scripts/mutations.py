@@ -264,7 +264,21 @@ MUTATIONS = [
         "eviction",
         "return number.masked_fill(~real, -1)[:, None]",
         "return number[:, None]",
-        "test_eviction.py::test_b36_a_padded_row_is_the_row_alone",
+        "test_eviction.py::test_a_padded_row_is_the_row_alone_in_any_schedule",
+    ),
+    fault(
+        "pads give attention mass",
+        "eviction",
+        "seen &= own[:, :, -1, new - queries :, None]",
+        "pass",
+        "test_eviction.py::test_a_padded_row_is_the_row_alone_in_any_schedule",
+    ),
+    fault(
+        "mass pooled over slots as they lie",
+        "policies",
+        "number = torch.cat([pool.held, pool.position], -1)",
+        "number = torch.arange(pool.mass.shape[-1]).expand_as(pool.mass)",
+        "test_eviction.py::test_keeps_what_the_definition_keeps",
     ),
     fault(
         "scores not reordered",
