@@ -12,9 +12,9 @@ import weakref
 
 import pytest
 import torch
+from families import DECODERS, case
 from models import build, feed, greedy, llama, llama_config, prompt
 from test_caches import fully_cached, gemma3_config, memory_total, padded, reachable_bytes
-from test_families import FAMILIES, cache_of, model_of
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -435,17 +435,18 @@ def test_b83_native_windows_beside_every_class(spec, attention):
         assert all((one - out[0]).abs().median() < 1e-3 for one in out)
 
 
-@pytest.mark.parametrize("family", [name for name, options in FAMILIES.items() if WINDOWS & set(options)])
+@pytest.mark.parametrize("family", [name for name, options in DECODERS.items() if WINDOWS & set(options)])
+@pytest.mark.filterwarnings("ignore:.*changes nothing")
 @pytest.mark.parametrize("spec", ["full", "int8", LOW, "cpu"])
 def test_b83_every_family_with_native_windows(family, spec):
     """Window 6 (chunks of 8), prompt 14, 10 new tokens: sliding layers hold at most their window."""
-    model, attention = model_of(family)
-    for name in (attention, "kvcache"):
-        model.set_attn_implementation(name)
-        cache, stock = cache_of(model, spec), DynamicCache(config=model.config)
-        out = greedy(model, prompt(14), cache, 10)
+    this = case(family)
+    model = this.model
+    for name in ("stock", "kvcache"):
+        cache, stock = KVCache.from_spec(model.config, spec), DynamicCache(config=model.config)
+        with this.attention(name):
+            out = greedy(model, prompt(14), cache, 10)
         sliding = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         assert sliding and all(layer.keys.shape[2] <= (8 if family == "llama4_text" else 6) for layer in sliding)
         if spec in ("full", "cpu"):
-            model.set_attn_implementation(attention)
             assert torch.equal(out, greedy(model, prompt(14), stock, 10))
