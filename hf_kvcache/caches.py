@@ -307,7 +307,7 @@ class KVCache(compat.Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._last_positions = [min(self._last_positions)]
 
     def check_crop(self, tokens_to_remove: int) -> None:
