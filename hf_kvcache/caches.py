@@ -85,7 +85,7 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
-        self._last_positions = [0]  # of each row, or the largest of all
+        self._last_positions = [0]  # of each row, or the smallest of all
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
@@ -216,12 +216,16 @@ class KVCache(compat.Cache):
             self._last_positions = [last + 1 for last in self._last_positions]
             return
         lows = highs = positions[:, -1].tolist()
-        if new > 1:  # position 0 is also that of pads
-            lows = positions.masked_fill(positions == 0, torch.iinfo(positions.dtype).max).amin(1).tolist()
+        if new > 1:  # position 0 is also that of pads, and so is a repeated one
+            again, pads = positions[:, 1:] == positions[:, :-1], positions == 0
+            pads[:, 1:] |= again
+            pads[:, :-1] |= again
+            lows = positions.masked_fill(pads, torch.iinfo(positions.dtype).max).amin(1).tolist()
             highs = positions.amax(1).tolist()
         lasts = self._last_positions
-        lasts = lasts if len(lasts) == len(highs) else [max(lasts)] * len(highs)
-        if max(lasts) > 0 and all(high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True)):
+        lasts = lasts if len(lasts) == len(highs) else [min(lasts)] * len(highs)
+        old = (high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True))
+        if max(lasts) > 0 and (any(highs) or new == 1) and all(old):
             raise ValueError(FED_TWICE)
         self._last_positions = list(map(max, highs, lasts))
 
@@ -299,7 +303,12 @@ class KVCache(compat.Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows ``indices`` (integers or a bool mask)."""
         super().batch_select_indices(indices)
-        self._last_positions = [0]  # they may have been those of rows that are gone
+        self._last_positions = [min(self._last_positions)]  # rows moved; every row is at least as far
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._last_positions = [min(self._last_positions)]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""

@@ -514,9 +514,10 @@ class EvictionLayer(KVLayer):
     # -- transformers: asking ----------------------------------------------------------------------------------------
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
-        slots, total = self.kept + query_length, self.seen + query_length
-        return slots, max(total - slots, 0)
+        """(columns of the mask for the next ``update``, position of the first); the last ones are the new tokens'."""
+        total = self.seen + query_length
+        slots = min(self.kept + query_length, total)  # rows that differ leave empty slots, in each container
+        return slots, total - slots
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

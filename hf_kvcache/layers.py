@@ -376,7 +376,7 @@ class KVLayer(compat.CacheLayerMixin):
         run = self.tail if storage.has_tail else self.sealed
         if run.keys.state is None or run.key_codec.name not in cpu_decode.WRITES:
             return None
-        if run.value_codec.name not in cpu_decode.WRITES:
+        if run.value_codec.name not in cpu_decode.WRITES or self._hides_sinks:
             return None
         if storage.has_tail:
             sealing = self.boundary(seen + 1) != self.boundary(seen)
@@ -393,6 +393,11 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += 1
         parts, moved = [part for run in self.runs if len(run) for part in run.parts()], self._moved(self.seen - 1)
         return self._present(self._history(parts, None, moved, 1), None)
+
+    @property
+    def _hides_sinks(self) -> bool:
+        """Whether the storage keeps first tokens plain that leave the window: they stay in their run, unseen."""
+        return self.retention.window is not None and self.apart > self.retention.sinks
 
     def _seal(self, plain: Part, layout: Layout) -> list[Part]:
         """Encode these tokens, once and for all; return the sealed run as this call sees it."""
@@ -414,6 +419,7 @@ class KVLayer(compat.CacheLayerMixin):
         retention, attention = self.retention, self._attention()
         full_window = retention.window is not None and total > retention.sinks + retention.window
         plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
+        plain_ring = plain_ring and not self._hides_sinks
         needed = layout.doubled or (full_window and not plain_ring)
         # Under stock attention keys also look at the mask, for what nothing else can show: pads, a prompt fed twice.
         again = seen and new > 1 and not positions_known

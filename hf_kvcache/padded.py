@@ -252,7 +252,7 @@ class PaddedLayer(KVLayer):
     def _keep_plain(self, plain: Part, origin: torch.Tensor, after: torch.Tensor, seal: torch.Tensor, new: int) -> None:
         """The tail becomes what is not sealed of ``plain``, whose first tokens are ``origin``."""
         left = after - origin - seal
-        if new == 1 and not bool(seal.any()) and len(self.tail):  # one more token at most: nothing else moves
+        if new == 1 and plain.tokens and not bool(seal.any()) and len(self.tail):  # at most one token is put there
             last = (left - 1).clamp_min(0)
             return self.tail.put(_take(plain, last[:, None]), last, left.clamp_max(1))
         self.tail.replace(

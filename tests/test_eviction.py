@@ -581,3 +581,23 @@ def test_forks_and_snapshots_continue_alike(name: str, tmp_path) -> None:
     for copied in (twin, loaded, pickled):
         assert torch.equal(feed(model, after, copied, 1), expected)
         assert torch.equal(copied.layers[1].positions, cache.layers[1].positions)
+
+
+@pytest.mark.parametrize("policy", ["knorm", "h2o"])
+@torch.no_grad()
+def test_rows_with_more_empty_slots_than_pads(policy: str) -> None:
+    """Two containers, each as wide as its fullest row, may have more slots than the batch has columns."""
+    model, ids = llama("kvcache"), prompt(22, 2)
+    name = f"int4(group=4,residual=5,sinks=0)+{policy}(budget=17,sinks=0,recent=1)"
+    cache, alone = (KVCache.from_spec(model.config, name) for _ in range(2))
+    mask = torch.ones(2, 22, dtype=torch.long)
+    mask[0, :1], mask[1, :2] = 0, 0
+    positions, start = (mask.cumsum(-1) - 1).clamp_min(0), 0
+    for stop in (3, 4, 5, 18, 19, 20, 21, 22):
+        here = slice(start, stop)
+        options = dict(attention_mask=mask[:, :stop], position_ids=positions[:, here], past_key_values=cache)
+        logits = model(ids[:, here], **options).logits
+        expected = feed(model, ids[1:, max(start, 2) : stop], alone)
+        assert (logits[1:, -expected.shape[1] :] - expected).abs().max() < 1e-3
+        start = stop
+    assert cache.layers[0].own.tolist() == [21, 20]

@@ -23,6 +23,7 @@ SMALL = (
     "int8(residual=4,sinks=1)",
     "int2(group=4,residual=5)+sink(2,9)",
     "int4(group=4,residual=2)+sink(1,6)",
+    "int8(sinks=4)+sink(1,6)",  # three plain sinks leave the window
     "int4(group=4,residual=5,sinks=2,skip_layers=1)",  # the mask is made for layer 0, which is encoded
     "int4(group=4,residual=5,sinks=2,skip_layers=1)+sink(2,9)",
     "int4(group=4,residual=5,sinks=2,skip_layers=0)+sink(2,9)",

@@ -232,3 +232,39 @@ def test_padded_rows_stay_with_our_attention(spec):
             model(batch.ids[:, 8:9], attention_mask=batch.mask[:, :9], past_key_values=cache)
     finally:
         cache.config._attn_implementation = before
+
+
+@pytest.mark.parametrize("fill", [0, None])
+@pytest.mark.parametrize("spec", ["int8", "int8+sink(2,6)"])
+def test_a_turn_that_is_padded_in_every_row_is_not_a_prompt_fed_twice(spec, fill):
+    """Also where rows moved, and where a chunk is pads alone; ``fill``: what stands at pads, or the last position."""
+    batch, cache = Batch((12, 5, 8), new=0), cache_of(spec)
+    batch.prefill(cache)
+    cache.reorder_cache(torch.tensor([1, 0, 2]))
+    cache.batch_repeat_interleave(2)
+    order = [1, 1, 0, 0, 2, 2]
+    turn, hidden = prompt(9, 6, seed=7), torch.ones(6, 9, dtype=torch.long)
+    hidden[:, :3], hidden[2:, :6] = 0, 0  # the longest rows have no token in the middle chunk
+    batch.ids, batch.mask = torch.cat([batch.ids[order], turn], 1), torch.cat([batch.mask[order], hidden], 1)
+    batch.positions = (batch.mask.cumsum(-1) - 1).clamp_min(0)
+    if fill is not None:
+        batch.positions = batch.positions.masked_fill(batch.mask == 0, fill)
+    logits = batch.feed(cache, 12, 21, 3)
+    for i, own in enumerate(turn):
+        alone = cache_of(spec)
+        feed(llama("kvcache"), batch.rows[order[i]], alone)
+        close(spec, logits[i, 3:][hidden[i, 3:] == 1], feed(llama("kvcache"), own[None, hidden[i] == 1], alone)[0])
+
+
+@some_specs
+def test_a_pad_for_a_row_that_is_shorter_than_one_that_is_gone(spec):
+    """Slots of the row that is gone stay behind, and a pad brings nothing to put there."""
+    batch, cache = Batch((1, 9), new=1), cache_of(spec)
+    batch.prefill(cache)
+    cache.batch_select_indices(torch.tensor([0]))
+    before = [layer.keys for layer in cache.layers]
+    mask = torch.cat([batch.mask[:1, :9], torch.zeros(1, 1, dtype=torch.long)], 1)
+    with torch.no_grad():
+        llama("kvcache")(batch.ids[:1, 9:10], attention_mask=mask, past_key_values=cache)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert layer.get_seq_length() == 10 and layer.own.tolist() == [1] and torch.equal(layer.keys, keys)
