@@ -638,7 +638,9 @@ class EvictionLayer(KVLayer):
         least = int(slots.size.min()) if isinstance(slots, Ragged) else self.kept  # of any head
         if not tokens_to_remove or not self.kept or (self.seen + tokens_to_remove <= 0 and self.seen == least):
             return None
-        if self.seen != least or self.own is not None:
+        if self.own is not None:
+            return "holds padded rows"
+        if self.seen != least:
             return f"has evicted {self.seen - least} tokens"
         if self.two and slots_used(self.kept_slots):
             return "has sealed tokens"
@@ -648,8 +650,8 @@ class EvictionLayer(KVLayer):
 
     @property
     def exact(self) -> int:
-        """How many tokens can be taken back exactly."""
-        return next((n for n in range(self.seen, 0, -1) if not self._refusal(-n)), 0)
+        """How many tokens can be taken back exactly: any number up to this one."""
+        return next((n for n in range(self.seen) if self._refusal(-n - 1)), self.seen)
 
     def fork(self) -> EvictionLayer:
         """A layer that continues from here on its own: slots change in place, so they are copied."""

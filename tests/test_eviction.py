@@ -601,3 +601,19 @@ def test_rows_with_more_empty_slots_than_pads(policy: str) -> None:
         assert (logits[1:, -expected.shape[1] :] - expected).abs().max() < 1e-3
         start = stop
     assert cache.layers[0].own.tolist() == [21, 20]
+
+
+@pytest.mark.parametrize("policy", ["knorm", "h2o", "random"])
+@pytest.mark.parametrize("pads", [0, 2])
+@torch.no_grad()
+def test_any_number_up_to_the_exact_one_can_be_taken_back(policy: str, pads: int) -> None:
+    model, mask = llama("kvcache"), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :pads] = 0
+    cache = KVCache.from_spec(model.config, spec(policy))
+    model(prompt(8, 2), attention_mask=mask, past_key_values=cache)
+    exact = cache.exact_rollback()
+    assert exact == (8 if policy != "h2o" and not pads else 0)
+    assert all(cache.can_rollback(n) for n in range(exact + 1)) and exact == 8 or not cache.can_rollback(exact + 1)
+    if not exact:
+        with pytest.raises(ValueError, match="padded rows" if pads else "scores of policy"):
+            cache.rollback(1)
