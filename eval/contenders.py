@@ -87,7 +87,8 @@ def random_beside(spec: str) -> str | None:
             parts[index] = f"random({','.join(kept)})" if kept else "random"
         elif name == "sink":
             sizes = [int(option.partition("=")[2] or option) for option in options[:2]] or [4, 1020]
-            parts[index] = f"random(budget={sum(sizes)},sinks={sizes[0]})"
+            sinks = "" if sizes[0] == 4 else f",sinks={sizes[0]}"  # as the canonical name has it
+            parts[index] = f"random(budget={sum(sizes)}{sinks})"
         else:
             continue
         return "+".join(part for part in parts if part.strip() not in ("pyramid", "adaptive"))

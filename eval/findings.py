@@ -29,8 +29,7 @@ FREE = {
     "retrieval": ("attn", "length", "depth", "items"),
     "streaming": ("attn", "context"),
 }
-NOT_ANSWERS = set(FREE)
-NOT_SHOWN = {"doctor", "profile"}  # they have a say of their own
+NOT_SHOWN = {"doctor", "profile", "decode"}  # they have a say of their own
 
 
 class Answer(NamedTuple):
@@ -125,10 +124,7 @@ def find(records: Iterable[Record], model: str | None = None) -> Findings:
     mine = [record for record in known if record["model"] == model]
     chosen = {task: comparable(mine, task) for task in FREE}
     asked = [
-        one
-        for task in dict.fromkeys(r["task"] for r in mine)
-        if task not in NOT_ANSWERS
-        for one in comparable(mine, task)
+        one for task in dict.fromkeys(r["task"] for r in mine) if task not in FREE for one in comparable(mine, task)
     ]
     answers = compare(asked)
     context = max((record["settings"]["context"] for record in chosen["speed"]), default=None)

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from .planner import SPECS, parse_memory, plan
+from .planner import SPECS, UNITS, parse_memory, plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> str:
     names = list(dict.fromkeys([*(args.spec or ["full"]), *SPECS]))
+    if args.memory is not None and args.memory.isdigit() and int(args.memory) < UNITS["MIB"]:
+        raise ValueError(f"--memory {args.memory} is {args.memory} bytes: write a unit, such as {args.memory}GiB")
     weights = None if args.weights is None else parse_memory(args.weights)
     made = plan(
         args.model,

@@ -162,7 +162,9 @@ class KVCache(compat.Cache):
         Raises:
             ValueError: an unknown part or option (the message lists the known ones), or one axis named twice.
         """
-        if not isinstance(spec, str) or not spec.strip():
+        if not isinstance(spec, str):
+            raise ValueError(f"from_spec(config, spec): spec is a {type(spec).__name__}, write 'int8+sink(4,508)'")
+        if not spec.strip():
             raise ValueError(f"spec {spec!r} is empty: write for example 'int8+sink(4,508)'")
         return KVCache(config, **specs.split(spec))
 
@@ -190,10 +192,11 @@ class KVCache(compat.Cache):
             return self._update_layer(layer, key_states, value_states, *args, **kwargs)
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
-        self._check_positions(positions, new)
+        last_positions = self._check_positions(positions, new)
         if self._offloader is not None:
             self._offloader.begin(new)
         keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
+        self._last_positions = last_positions  # now that these tokens are accepted
         if isinstance(layer, WindowLayer) and seen and new > 1 and positions is None:
             # Without position ids only the mask shows a prompt that is fed twice (KVLayer does the same).
             if self.config._attn_implementation in MASKABLE:
@@ -208,13 +211,12 @@ class KVCache(compat.Cache):
                 self.reset()  # there was nothing before this forward
             raise
 
-    def _check_positions(self, positions: torch.Tensor | None, new: int) -> None:
-        """A prompt that is fed twice comes with positions that were seen before, in every row."""
+    def _check_positions(self, positions: torch.Tensor | None, new: int) -> list[int]:
+        """A prompt that is fed twice comes with positions that were seen before, in every row; else the last ones."""
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
-            return
+            return self._last_positions
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            self._last_positions = [last + 1 for last in self._last_positions]
-            return
+            return [last + 1 for last in self._last_positions]
         lows = highs = positions[:, -1].tolist()
         if new > 1:  # position 0 is also that of pads, and so is a repeated one
             again, pads = positions[:, 1:] == positions[:, :-1], positions == 0
@@ -227,7 +229,7 @@ class KVCache(compat.Cache):
         old = (high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True))
         if max(lasts) > 0 and (any(highs) or new == 1) and all(old):
             raise ValueError(FED_TWICE)
-        self._last_positions = list(map(max, highs, lasts))
+        return list(map(max, highs, lasts))
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""

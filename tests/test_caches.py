@@ -1321,3 +1321,15 @@ def test_b103_a_cache_that_lies_is_noticed():
             slab.state.values.zero_()
     wrecked = feed(model, ids[:, 15:], cache)
     assert (wrecked - expected_logits(model, ids, "full")[:, 15:]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
+def test_a_refused_call_leaves_the_cache_as_it_was(attention):
+    """A batch of another size, longer than what is held; then the turn that was meant."""
+    model, ids = llama(attention), prompt(30)
+    cache, expected = cache_for(model, "int8"), cache_for(model, "int8")
+    for each in (cache, expected):
+        greedy(model, ids[:, :12], each, 4)
+    with pytest.raises(ValueError, match="batch of 1, got 2"):
+        greedy(model, prompt(40, 2), cache, 4)
+    assert torch.equal(greedy(model, ids, cache, 4), greedy(model, ids, expected, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +219,11 @@ def test_what_is_refused(tmp_path, capsys):
         main(["report", str(tmp_path), "-o", str(tmp_path / "r.pdf")])
     main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")])
     assert "left out other.jsonl" in capsys.readouterr().err
+
+
+def test_the_report_of_the_shipped_results_is_made(tmp_path):
+    """Records of every task lie there side by side."""
+    results = Path(__file__).parent.parent / "results"
+    main(["report", str(results), "-o", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert "int8" in page and "</html>" in page

@@ -229,7 +229,7 @@ def test_standard_errors_match_hand_computation():
         ("int8+snapkv(budget=256,recent=16,window=32)", "int8+random(budget=256,recent=16)"),
         ("keydiff", "random"),
         ("int4(skip_layers=0|1)+snapkv(budget=0.5)+adaptive", "int4(skip_layers=0|1)+random(budget=0.5)"),
-        ("sink(4,252)", "random(budget=256,sinks=4)"),
+        ("sink(4,252)", "random(budget=256)"),
         ("int8+sink(0,1024)", "int8+random(budget=1024,sinks=0)"),
         ("random(budget=0.5)", None),
     ],
