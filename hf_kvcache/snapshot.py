@@ -130,8 +130,8 @@ def check_spec(snapshot: Snapshot, spec: str) -> None:
     mine, saved = (content | specs.split(s) | {"placement": ""} for s in (spec, snapshot.metadata["spec"]))
     if mine != saved:
         raise ValueError(
-            f"{snapshot.path} holds a cache of spec {snapshot.metadata['spec']!r}, not {spec!r}: ask for that one (it may "
-            "have another placement)"
+            f"{snapshot.path} holds a cache of spec {snapshot.metadata['spec']!r}, not {spec!r}: ask for that "
+            "one (it may have another placement)"
         )
 
 
