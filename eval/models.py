@@ -84,6 +84,12 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
+def about(model: Any) -> dict[str, str]:
+    """What a record says of a model beside its name."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"weights": fingerprint(model), "dtype": dtype, "device": model.device.type}
+
+
 def fingerprint(model: Any) -> str:
     """Twelve hex digits that differ between two fine-tunes of one name: sixteen values of every parameter."""
     digest = hashlib.sha256()

@@ -167,9 +167,7 @@ def frame(loaded: models.Loaded, number: int, request: Request, spec: str, attn:
         "model": loaded.name,
         "spec": spec,
         "settings": {
-            "weights": models.fingerprint(loaded.model),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "device": loaded.model.device.type,
+            **models.about(loaded.model),
             "attn": attn,
             "seed": seed,
             "request": number,

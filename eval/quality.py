@@ -96,11 +96,9 @@ def frame(
 def setting(loaded: models.Loaded, text: models.Text, seed: int) -> dict[str, Any]:
     """What any two comparable measurements share. Weights and text are told apart by content, not by name."""
     return {
-        "weights": models.fingerprint(loaded.model),
+        **models.about(loaded.model),
         "text": text.name,
         "text_sha256": models.text_digest(text),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": loaded.model.device.type,
         "seed": seed,
     }
 

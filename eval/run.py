@@ -237,9 +237,7 @@ def frame(
         "model": loaded.name,
         "spec": spec,
         "settings": {
-            "weights": models.fingerprint(loaded.model),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "device": loaded.model.device.type,
+            **models.about(loaded.model),
             "items": len(items),
             "items_sha256": tasks.digest(items),
             **{key: value for key, value in asked.items() if key == "length"},

@@ -22,6 +22,7 @@ from .attention import NAME, History, Moved, Part, Stored, full_precision
 from .codecs import CODECS
 from .layers import KVLayer, Run, join
 from .masked import ASK_FOR_OURS, allowed
+from .slots import by_number
 from .store import map_state
 
 FOREVER = torch.iinfo(torch.int64).max
@@ -304,7 +305,7 @@ class PaddedLayer(KVLayer):
         return held.gather(-1, self._order(held))[:, None].expand(-1, self.heads, -1)
 
     def _order(self, held: torch.Tensor) -> torch.Tensor:
-        return held.masked_fill(held < 0, FOREVER).argsort(-1)[:, : int((held >= 0).sum(-1).max())]
+        return by_number(held)[:, : int((held >= 0).sum(-1).max())]
 
     @property
     def kept(self) -> int:

@@ -86,6 +86,16 @@ def greedy(model: Any, ids: torch.Tensor, cache: Any, new: int = 8, **options: A
     )
 
 
+def reorders(model: Any, cache: Any) -> list[int]:
+    """The layers that a beam search of six steps reordered, call by call."""
+    calls: list[int] = []
+    for index, layer in enumerate(cache.layers):
+        original = layer.reorder_cache
+        layer.reorder_cache = lambda beams, i=index, f=original: (calls.append(i), f(beams))
+    greedy(model, prompt(6), cache, 7, num_beams=3)
+    return calls
+
+
 # -- what is right -----------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from models import (
     llama,
     llama_config,
     prompt,
+    reorders,
     states,
 )
 from transformers import (
@@ -274,12 +275,7 @@ def test_b12_three_beams_equal_permuted_decoded_rows(spec, attention):
 
 @every_spec
 def test_b15_every_step_of_beam_search_reorders_every_layer(spec):
-    model, calls = llama(), []
-    cache = cache_for(model, spec)
-    for index, layer in enumerate(cache.layers):
-        original = layer.reorder_cache
-        layer.reorder_cache = lambda beams, i=index, f=original: (calls.append(i), f(beams))
-    greedy(model, prompt(6), cache, 7, num_beams=3)
+    calls = reorders(llama(), cache_for(llama(), spec))
     assert calls.count(0) == calls.count(1) >= 6
 
 

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from families import DECODERS, case
-from models import build, feed, greedy, llama, llama_config, prompt
+from models import build, feed, greedy, llama, llama_config, prompt, reorders
 from test_caches import fully_cached, gemma3_config, memory_total, padded, reachable_bytes
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -138,12 +138,8 @@ def test_b12_three_beams_equal_replayed_beams(spec, attention):
 
 @every_spec
 def test_b15_every_step_of_beam_search_reorders_every_layer(spec):
-    model, calls = llama(attention_of(spec)), []
-    cache = cache_for(model, spec)
-    for index, layer in enumerate(cache.layers):
-        original = layer.reorder_cache
-        layer.reorder_cache = lambda beams, i=index, f=original: (calls.append(i), f(beams))
-    greedy(model, prompt(6), cache, 7, num_beams=3)
+    model = llama(attention_of(spec))
+    calls = reorders(model, cache_for(model, spec))
     assert calls.count(0) == calls.count(1) >= 6
 
 
