@@ -45,6 +45,9 @@ class Part(NamedTuple):
     keys: Any
     value_codec: Codec
     values: Any
+    # Where heads hold different numbers of tokens (``slots.RaggedPart``): each head's first row and its rows, [B, H].
+    starts: torch.Tensor | None = None
+    sizes: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -216,7 +219,7 @@ def attend(
     Same arguments, same result.
     """
     batch = query.shape[0]
-    if not 0 < query.shape[2] <= SMALL or any(type(part) is not Part for part in parts):
+    if not 0 < query.shape[2] <= SMALL:
         return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
     whole = [part.expand(batch) for part in parts]
     joined = mask if visible is None else _combine(mask, visible.rows())

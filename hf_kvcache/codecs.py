@@ -17,7 +17,7 @@ a column of scores, and the value scale multiplies that token's probability befo
 Per-token scales keep appending exact: a token's bytes depend on that token alone, so they never change afterwards and
 do not depend on the batch, the padding or the schedule (FP8 formats: Micikevicius et al., arXiv:2209.05433).
 
-From a head size of ``rotate_from`` on, rows are multiplied by an orthonormal matrix first: ``q . k = (q R) . (k R)``.
+Rows of the head sizes in ``rotated`` are multiplied by an orthonormal matrix first: ``q . k = (q R) . (k R)``.
 That spreads a few large channels over all of them (QuaRot, Ashkboos et al., arXiv:2404.00456). Keys have such channels,
 and one scale per token pays for them: rotating keys divides the KL divergence of ``int8`` on SmolLM2 by 4, and that of
 ``fp8`` by 1.5. The query is rotated once per step, at the cost of one [D, D] product.
@@ -26,6 +26,7 @@ and one scale per token pays for them: rotating keys divides the KL divergence o
 from __future__ import annotations
 
 import math
+import sys
 from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 State = tuple[torch.Tensor, ...]
-NEVER = math.inf  # as ``rotate_from``
+NEVER, ALWAYS = range(0), range(1, sys.maxsize)  # as ``rotated``
 
 
 class Plain(NamedTuple):
@@ -89,18 +90,18 @@ class PerToken:
     """Eight bits per value and one float32 scale per token and head: ``x ~ scale * codes``."""
 
     name: str
-    lossless, group, rotate_from = False, 1, NEVER
+    lossless, group, rotated = False, 1, NEVER
     limit: float  # largest code
 
     @lru_cache  # noqa: B019 (one entry per format and head size, for good)
-    def rotated(self, rotate_from: float) -> PerToken:
-        """The same codec on rows that are rotated from this head size on."""
+    def rotating(self, rotated: range) -> PerToken:
+        """The same codec, rows of these head sizes rotated."""
         other = copy(self)
-        other.rotate_from = rotate_from
+        other.rotated = rotated
         return other
 
     def encode(self, x: torch.Tensor) -> Scaled:
-        x = turn(x.float(), self.rotate_from)
+        x = turn(x.float(), self.rotated)
         scale = x.abs().amax(-1, keepdim=True) / self.limit
         # A row of zeros, or one whose scale underflows float32, is stored as zeros; the scale stays a plain 1.
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
@@ -108,15 +109,15 @@ class PerToken:
 
     def decode(self, state: Scaled, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = self.to_float(state.codes), self.unit_scale(state)
-        return turn(codes.mul_(scale), self.rotate_from, back=True).to(dtype)
+        return turn(codes.mul_(scale), self.rotated, back=True).to(dtype)
 
     def scores(self, query: torch.Tensor, state: Scaled) -> torch.Tensor:
-        dots = turn(query, self.rotate_from) @ self.to_float(state.codes).transpose(-1, -2)
+        dots = turn(query, self.rotated) @ self.to_float(state.codes).transpose(-1, -2)
         return dots.mul_(self.unit_scale(state).transpose(-1, -2))
 
     def mix(self, probs: torch.Tensor, state: Scaled) -> torch.Tensor:
         weighted = probs * self.unit_scale(state).transpose(-1, -2)
-        return turn(weighted @ self.to_float(state.codes), self.rotate_from, back=True)
+        return turn(weighted @ self.to_float(state.codes), self.rotated, back=True)
 
     def to_codes(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -186,9 +187,9 @@ def rotation(width: int, device: torch.device | str) -> torch.Tensor:
         return _rotation(width).to(device)
 
 
-def turn(x: torch.Tensor, rotate_from: float, back: bool = False) -> torch.Tensor:
-    """``x`` [..., D] float32 rotated (or turned back); ``x`` itself where D < ``rotate_from``."""
-    if x.shape[-1] < rotate_from:
+def turn(x: torch.Tensor, rotated: range, back: bool = False) -> torch.Tensor:
+    """``x`` [..., D] float32 rotated (or turned back); ``x`` itself where D is not in ``rotated``."""
+    if x.shape[-1] not in rotated:
         return x
     matrix = rotation(x.shape[-1], x.device)
     return x @ (matrix.T if back else matrix)

@@ -60,6 +60,7 @@ typedef struct {
 
 typedef struct {
     int64_t tokens;
+    int64_t starts, sizes; /* int64 [B, H], or 0: where each head's rows begin in flat tensors, and how many it has */
     Side keys, values;
 } Part;
 
@@ -203,6 +204,7 @@ typedef struct {
     const uint8_t *codes;
     const uint16_t *scale;
     const int16_t *zero;
+    float unit;  /* of zero, in steps */
     float *meta; /* [2, padded(width)] */
 } Low;
 
@@ -220,7 +222,7 @@ static void low_token(const Low *low, int64_t group, int64_t t, float *out) {
         const int16_t *zero = low->zero + group * side->scale_row + t * count;
         for (int64_t c = 0; c < count; c++) {
             int64_t from = c * side->group, to = at_most(from + side->group, width);
-            float step = one_bfloat16(scale[c]), first = zero[c];
+            float step = one_bfloat16(scale[c]), first = zero[c] * low->unit;
             if (from % 8 == 0 && (to % 8 == 0 || to == width))
                 low_row(row, from, to, shift, top, &first, &step, 1, out);
             else
@@ -238,7 +240,7 @@ static void rows_low(const Low *low, int64_t start, int64_t n, float *out) {
         if (side->format == PER_CHANNEL && group != loaded) {
             for (int64_t d = 0; d < wide; d++) {
                 low->meta[d] = d < low->width ? one_bfloat16(low->scale[group * side->scale_row + d]) : 0.0f;
-                low->meta[wide + d] = d < low->width ? (float)low->zero[group * side->scale_row + d] : 0.0f;
+                low->meta[wide + d] = d < low->width ? low->zero[group * side->scale_row + d] * low->unit : 0.0f;
             }
             loaded = group;
         }
@@ -270,7 +272,7 @@ static Tile decode(const Side *side, int64_t b, int64_t h, int64_t start, int64_
     case E5M2: rows_e5m2((const int8_t *)side->codes + from, stride, n, width, room); break;
     default:;
         Low low = {side, width, (const uint8_t *)side->codes + at, (const uint16_t *)side->scale + scale_at,
-                   (const int16_t *)side->zero + scale_at, meta};
+                   (const int16_t *)side->zero + scale_at, side->bits == 2 ? 0.125f : 1.0f, meta};
         rows_low(&low, start, n, room);
         return tile;
     }
@@ -441,7 +443,8 @@ static void attend_tile(const Work *work, const Part *part, int64_t b, int64_t h
     int64_t rows = work->rows, wide = work->value_wide, full = padded(n);
     const float *query =
         work->query + ((b * call->heads + h) * 2 + part->keys.turned) * rows * work->key_wide;
-    Tile keys = decode(&part->keys, b, h, start, n, call->key_width, scratch->room, scratch->scales, scratch->meta);
+    int64_t row = start + (part->starts ? ((const int64_t *)part->starts)[b * call->heads + h] : 0);
+    Tile keys = decode(&part->keys, b, h, row, n, call->key_width, scratch->room, scratch->scales, scratch->meta);
     tile_scores(query, rows, work->key_wide, &keys, n, scratch->scores);
     for (int64_t m = 0; m < rows; m++) {
         float *s = scratch->scores + m * TILE;
@@ -454,7 +457,7 @@ static void attend_tile(const Work *work, const Part *part, int64_t b, int64_t h
             mask_scores(call, b, h * call->groups + m / call->queries, m % call->queries, token, n, s);
     }
     Tile values =
-        decode(&part->values, b, h, start, n, call->value_width, scratch->room, scratch->scales, scratch->meta);
+        decode(&part->values, b, h, row, n, call->value_width, scratch->room, scratch->scales, scratch->meta);
     if (values.scale)
         for (int64_t t = n; t < full; t++) scratch->scales[t] = 0.0f;
     int seen = 0;
@@ -473,7 +476,8 @@ static void attend_split(const Work *work, int64_t cell, int64_t split, Scratch 
     for (int64_t m = 0; m < work->rows; m++) into.peak[m] = -INFINITY;
     for (int64_t i = 0; i < call->parts; first += work->parts[i++].tokens) {
         const Part *part = work->parts + i;
-        int64_t stop = at_most(end - first, part->tokens);
+        int64_t own = part->sizes ? ((const int64_t *)part->sizes)[cell] : part->tokens;
+        int64_t stop = at_most(end - first, own);
         for (int64_t t = begin > first ? begin - first : 0; t < stop; t += work->tile)
             attend_tile(work, part, b, h, t, at_most(work->tile, stop - t), first + t, &into, scratch);
     }

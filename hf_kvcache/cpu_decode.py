@@ -43,7 +43,7 @@ ALONE = 1 << 21  # products below which one thread is faster than waking others
 PIECE = 256  # fewest tokens in a split
 
 SIDE = struct.Struct("13q")  # Side, Part, Call and Append of cpu_decode.c
-TOKENS = struct.Struct("q")
+TOKENS = struct.Struct("3q")
 CALL = struct.Struct("27q2d")
 APPEND = struct.Struct("24q")
 
@@ -210,10 +210,11 @@ def _describe(
         return None
     pieces, turned, tokens = [], [False, False], 0
     for part in parts:
-        if type(part) is not Part:  # ragged
-            return None
         n = part.tokens
-        pieces.append(TOKENS.pack(n))
+        for t in (part.starts, part.sizes):
+            assert t is None or (t.shape == (batch, heads) and t.dtype == torch.int64 and t.is_contiguous()), t
+        where = [0 if t is None else t.data_ptr() for t in (part.starts, part.sizes)]
+        pieces.append(TOKENS.pack(n, *where))
         for side, (codec, state) in enumerate(((part.key_codec, part.keys), (part.value_codec, part.values))):
             fields = _side_fields(codec, state, (batch, heads, n, value_width if side else width))
             if fields is None:
@@ -249,7 +250,7 @@ def _side_fields(codec: Codec, state: Any, shape: tuple[int, int, int, int]) -> 
         if codes.dtype not in FLOATS or strides[3] != 1 and width > 1:
             return None
         return FLOATS[codes.dtype], codes.data_ptr(), *strides[:3], 0, 0, 0, 0, 0, 0, 0, 0
-    scale, turned = state[1], int(width >= getattr(codec, "rotate_from", NEVER))
+    scale, turned = state[1], int(width in getattr(codec, "rotated", NEVER))
     if codec.name in EIGHT_BITS:
         if strides[3] != 1 and width > 1:
             return None
@@ -365,8 +366,8 @@ def append(
 
 def _turned(x: torch.Tensor, codec: Codec) -> torch.Tensor:
     """Rotated by torch, as in ``encode``: another order of additions would give other bits."""
-    rotate_from = getattr(codec, "rotate_from", NEVER)
-    x = turn(x.float(), rotate_from) if x.shape[-1] >= rotate_from else x
+    rotated = getattr(codec, "rotated", NEVER)
+    x = turn(x.float(), rotated) if x.shape[-1] in rotated else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -161,20 +161,21 @@ class Slots:
 
 
 class RaggedPart:
-    """A run whose heads hold different numbers of tokens, for ``attend_torch``: blocks are gathered when read."""
+    """A run whose heads hold different numbers of tokens. ``attend_torch`` gathers blocks of it; the kernels read
+    ``keys`` and ``values`` as they lie: every head seems to begin at row 0, and its ``starts`` is to be added."""
+
+    group = 1
 
     def __init__(self, slots: Ragged) -> None:
         self._slots = slots
-        self.key_codec, self.value_codec, self.tokens, self.group = slots.key_codec, slots.value_codec, slots.used, 1
+        self.key_codec, self.value_codec, self.tokens = slots.key_codec, slots.value_codec, slots.used
+        self.starts, self.sizes = slots.start, slots.size
+        shape = (*slots.size.shape, slots.used)
+        flat = lambda t: t.as_strided((*shape, *t.shape[1:]), (0, 0, *t.stride()))  # noqa: E731
+        self.keys, self.values = map_state(slots.keys, flat), map_state(slots.values, flat)
 
-    @property
-    def keys(self) -> Any:
-        """A first row, for shapes and dtypes."""
-        return self.block(0, 1).keys
-
-    @property
-    def values(self) -> Any:
-        return self.block(0, 1).values
+    def expand(self, batch: int) -> RaggedPart:
+        return self
 
     def whole(self) -> Part:
         return self.block(0, self.tokens)

@@ -41,7 +41,7 @@ from .layers import KVLayer, Run
 from .padded import PaddedLayer, count_by_row
 from .store import Slab, map_state
 
-FORMAT, VERSION = "hf_kvcache snapshot", "2"
+FORMAT, VERSION = "hf_kvcache snapshot", "3"
 LARGEST_HEADER = 100 << 20
 ALIGN = 64
 DTYPES = {

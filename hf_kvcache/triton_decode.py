@@ -72,7 +72,7 @@ import triton
 import triton.language as tl
 
 from .attention import Part
-from .codecs import NEVER, Codec, PerToken, Plain, Scaled, turn
+from .codecs import ALWAYS, NEVER, Codec, PerToken, Plain, Scaled, turn
 from .lowbit import GroupedCodec
 
 FORMATS = ("full", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2")  # codecs that the kernels know, by name
@@ -138,9 +138,12 @@ def _load_scales(base, at, exists, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _load_zeros(base, at, exists):
-    """float32 zeros of low bits, in the unit of ``_plane``."""
-    return tl.load(base + at, mask=exists, other=0).to(tl.float32) * 5.9604644775390625e-08
+def _load_zeros(base, at, exists, FORMAT: tl.constexpr):
+    """float32 zeros of low bits, in the unit of ``_plane``: stored in steps for 4 bits, in eighths of a step for 2."""
+    zeros = tl.load(base + at, mask=exists, other=0).to(tl.float32)
+    if FORMAT == "int2":
+        zeros = zeros * 0.125
+    return zeros * 5.9604644775390625e-08
 
 
 @triton.jit
@@ -235,7 +238,7 @@ def _fold_query(
         inside = (channel < WIDTH) & (at < groups * WIDTH)
         step = _load_scales(scales, at, inside, FORMAT)
         steps = steps + (step,)  # type: ignore[assignment]
-        offsets = offsets + (_load_zeros(zeros, at, inside),)  # type: ignore[assignment]
+        offsets = offsets + (_load_zeros(zeros, at, inside, FORMAT),)  # type: ignore[assignment]
         peak = tl.maximum(peak, step)
     unit = _power_of_two(tl.max(peak, 0))
     folded = ()
@@ -314,7 +317,7 @@ def _weigh(
     for i in tl.static_range(TOKENS):
         weights = weights + ((p[i] * (factors[i] / unit)[None, :]).to(DTYPE),)  # type: ignore[assignment]
         if LOW:
-            zeros_of = _load_zeros(zeros, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists)
+            zeros_of = _load_zeros(zeros, _row(line, i, TOKENS, LINES) * GROUPS + GROUP, exists, FORMAT)
             shift += p[i] * (factors[i] * zeros_of)[None, :]
     return weights, unit, tl.sum(shift, 1)
 
@@ -329,6 +332,8 @@ def _partial_kernel(
     values,
     value_scales,
     value_zeros,
+    starts,
+    sizes,
     mask,
     acc_out,
     stats_out,
@@ -380,8 +385,11 @@ def _partial_kernel(
     DTYPE_V: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Attention of one KV head's rows over one split: unnormalized output, running maximum and sum.
+
+    RAGGED: a head's tokens begin at row ``starts`` [B, H] of flat tensors, and are ``sizes`` [B, H] of the ``lines``.
 
     NEAR: groups of tokens that a block of lines may touch, where keys have a step per channel; 0 where they have not.
     """
@@ -395,16 +403,20 @@ def _partial_kernel(
     q, unit_q, q_sums = _load_query(query_at, rows_inside, PLANES_K, GROUPS_K, SPAN_K, WIDTH_K, BLOCK_K, DTYPE_K)
 
     start = split.to(tl.int64) * chunk  # 64 bits: a slab may have more than 2**31 values
-    stop = tl.minimum(lines - split * chunk, chunk)
-    keys += batch * kb + head * kh + start * (PARTS_K * STRIDE_K)
-    values += batch * vb + head * vh + start * (PARTS_V * STRIDE_V)
+    stop, own_row = tl.minimum(lines - split * chunk, chunk), start
+    if RAGGED:
+        cell = batch * tl.num_programs(1) + head
+        stop = tl.minimum(tl.load(sizes + cell).to(tl.int32) - split * chunk, chunk)
+        own_row = start + tl.load(starts + cell)
+    keys += batch * kb + head * kh + own_row * (PARTS_K * STRIDE_K)
+    values += batch * vb + head * vh + own_row * (PARTS_V * STRIDE_V)
     if NEAR:
-        key_at = batch * ksb + head * ksh + start // LINES * WIDTH_K
+        key_at = batch * ksb + head * ksh + own_row // LINES * WIDTH_K
     else:
-        key_at = batch * ksb + head * ksh + start * (TOKENS * GROUPS_K)
+        key_at = batch * ksb + head * ksh + own_row * (TOKENS * GROUPS_K)
     key_scales += key_at
     key_zeros += key_at
-    value_at = batch * vsb + head * vsh + start * (TOKENS * GROUPS_V)
+    value_at = batch * vsb + head * vsh + own_row * (TOKENS * GROUPS_V)
     value_scales += value_at
     value_zeros += value_at
     mask += batch * mb + start * TOKENS * mn
@@ -445,7 +457,7 @@ def _partial_kernel(
                     words = k[i % PARTS_K * GROUPS_K + group]
                     dot = _dots(q, words, group, i // PARTS_K, PLANES_K, FORMAT_K, DTYPE_K)
                     if CODES_K > 1:
-                        zeros = _load_zeros(key_zeros, token * GROUPS_K + group, exists)
+                        zeros = _load_zeros(key_zeros, token * GROUPS_K + group, exists, FORMAT_K)
                         dot += q_sums[group][:, None] * zeros[None, :]
                     if FORMAT_K != "full":
                         dot *= _load_scales(key_scales, token * GROUPS_K + group, exists, FORMAT_K)[None, :]
@@ -714,7 +726,7 @@ def _attend(
         for part, tile in zip(parts, tiles, strict=True)
     ]
     splits = sum(count for count, _ in sizes)
-    rotated = [width >= getattr(part.value_codec, "rotate_from", NEVER) for part in parts]
+    rotated = [width in getattr(part.value_codec, "rotated", NEVER) for part in parts]
     turned = sum(count for (count, _), rotates in zip(sizes, rotated, strict=True) if not rotates)
     acc = torch.empty((batch, heads, splits, rows, width), dtype=torch.float32, device=query.device)
     stats = torch.empty((batch, heads, splits, 2, rows), dtype=torch.float32, device=query.device)
@@ -736,7 +748,7 @@ def _attend(
         _merge_kernel[(rows, heads, batch)](
             acc, stats, aux, out, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None, turns
         )
-    joined = out[0] + turn(out[1], 1, back=True) if turns else out[0]
+    joined = out[0] + turn(out[1], ALWAYS, back=True) if turns else out[0]
     return joined.to(query.dtype)
 
 
@@ -893,11 +905,13 @@ def _launch_part(
     rows = query_heads // keys.shape[1] * queries
     mask_bytes, kind, mask_strides = _mask_arguments(query, mask)
     dtype = query.dtype
-    if width >= getattr(part.key_codec, "rotate_from", NEVER):
-        query = turn(query.float(), part.key_codec.rotate_from)  # type: ignore[attr-defined]
+    if width in getattr(part.key_codec, "rotated", NEVER):
+        query = turn(query.float(), part.key_codec.rotated)  # type: ignore[attr-defined]
     form_k, form_v = form_of(part.key_codec, width), form_of(part.value_codec, part.values[0].shape[-1])
+    ragged = part.starts is not None
+    starts, sizes = (part.starts, part.sizes) if ragged else (stats, stats)
     _partial_kernel[(count, keys.shape[1], batch)](
-        query, keys, key_scales, key_zeros, values, value_scales, value_zeros, mask_bytes, acc, stats,
+        query, keys, key_scales, key_zeros, values, value_scales, value_zeros, starts, sizes, mask_bytes, acc, stats,
         float(scaling) if softcap else float(scaling) * LOG2E.value, float(softcap or 0.0),
         rows, queries, part.tokens // tiles.tokens, chunk, first_split, stats.shape[2],
         *query.stride()[:3], *keys.stride()[:2], *key_scales.stride()[:2],
@@ -906,7 +920,7 @@ def _launch_part(
         form_k.groups, form_v.groups, form_k.span, form_v.span, form_k.codes, form_v.codes,
         tiles.tokens, tiles.lines, tiles.near, tiles.block_k, tiles.block_v, tiles.block_n, tiles.rows,
         form_k.name, form_v.name, _dot_dtype(dtype, part.keys), _dot_dtype(dtype, part.values), kind, bool(softcap),
-        num_warps=tiles.warps, num_stages=3,
+        ragged, num_warps=tiles.warps, num_stages=3,
     )  # fmt: skip
 
 
@@ -920,6 +934,9 @@ def _check_shapes(query: torch.Tensor, part: Part, mask: torch.Tensor | None) ->
             assert state.codes.element_size() == 1, state.codes.dtype
         if isinstance(state, Scaled):
             assert state.scale.shape[3] == 1 and state.scale.dtype == torch.float32, state.scale.shape
+    for t in (part.starts, part.sizes):
+        assert t is None or (t.shape == (batch, heads) and t.dtype == torch.int64 and t.is_contiguous()), t
+    assert part.starts is None or part.group == 1, part.group
     if mask is not None:
         assert mask.shape[3] == tokens, (mask.shape, tokens)
         pairs = zip(mask.shape[:3], query.shape[:3], strict=True)
@@ -961,8 +978,8 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     assert codes.stride(3) == 1 and (scale.stride(2) == 1 or codes.shape[2] == 1), (codes.stride(), scale.stride())
     if not x.numel():
         return
-    if width >= codec.rotate_from:
-        x = turn(x.float(), codec.rotate_from)
+    if width in codec.rotated:
+        x = turn(x.float(), codec.rotated)
     if x.stride(3) != 1:
         x = x.contiguous()
     count, block = batch * heads * tokens, _block(width)

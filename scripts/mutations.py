@@ -70,9 +70,23 @@ MUTATIONS = [
     fault(
         "key groups over the channels of a token",
         "lowbit",
-        "return x.amin(3, keepdim=True), x.amax(3, keepdim=True)",
-        "return x.amin(4, keepdim=True), x.amax(4, keepdim=True)",
+        "return reduce(x, dim=3, keepdim=True)",
+        "return reduce(x, dim=4, keepdim=True)",
         "test_lowbit.py::test_b55_channel_keys_survive_a_bias_that_breaks_token_keys",
+    ),
+    fault(
+        "two bits take the worse grid",
+        "lowbit",
+        "other = other_error < error",
+        "other = other_error > error",
+        "test_lowbit.py::test_two_bits_lie_where_the_error_is_smaller",
+    ),
+    fault(
+        "the kernels read each head from the first row",
+        "slots",
+        "self.starts, self.sizes = slots.start, slots.size",
+        "self.starts, self.sizes = slots.start * 0, slots.size",
+        "test_cpu_decode.py::test_heads_of_different_lengths",
     ),
     fault(
         "low-bit steps rounded down",
@@ -91,14 +105,14 @@ MUTATIONS = [
     fault(
         "query not rotated for rotated keys",
         "lowbit",
-        "rows, query = query.shape[2], turn(query, self.rotate_from)",
+        "rows, query = query.shape[2], turn(query, self.rotated)",
         "rows = query.shape[2]",
         "test_lowbit.py::test_folded_attention_equals_decoding_first",
     ),
     fault(
         "output not rotated back",
         "lowbit",
-        "return turn(torch.cat(pieces, -1), self.rotate_from, back=True)",
+        "return turn(torch.cat(pieces, -1), self.rotated, back=True)",
         "return torch.cat(pieces, -1)",
         "test_lowbit.py::test_folded_attention_equals_decoding_first",
     ),

@@ -45,7 +45,7 @@ def build(kernel, pointers, constants, capability, warps=4):
     print(kernel.__name__, constants, built.metadata.shared, len(built.asm["cubin"]))
 
 
-def build_partial(storage, width, rows, capability, mask="none", softcap=False, query=torch.bfloat16):
+def build_partial(storage, width, rows, capability, mask="none", softcap=False, query=torch.bfloat16, ragged=False):
     """The first kernel as ``_launch_part`` calls it for a storage."""
     codecs = specs.storage(storage)[1:3]
     forms = [triton_decode.form_of(codec, width) for codec in codecs]
@@ -54,9 +54,10 @@ def build_partial(storage, width, rows, capability, mask="none", softcap=False, 
     group = max(codec.group for codec in codecs)
     tiles = triton_decode.tile_sizes(*forms, itemsize, rows, group)
     pointers = {"query": plain, "mask": plain if mask == "none" else "*u8"}
+    pointers |= dict.fromkeys(("starts", "sizes"), "*i64" if ragged else "*fp32")
     constants = {"TOKENS": tiles.tokens, "LINES": tiles.lines, "NEAR": tiles.near, "BLOCK_N": tiles.block_n}
     constants |= {"BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v, "ROWS": tiles.rows}
-    constants |= {"MASK": mask, "SOFTCAP": softcap}
+    constants |= {"MASK": mask, "SOFTCAP": softcap, "RAGGED": ragged}
     for side, sides, form in zip("KV", ("key", "value"), forms, strict=True):
         pointers[f"{sides}s"] = plain if form.name == "full" else "*i32"
         pointers[f"{sides}_scales"] = plain if form.name == "full" else "*bf16" if form.codes > 1 else "*fp32"
@@ -73,6 +74,7 @@ if __name__ == "__main__":
     build_partial("int8", 128, 4, 90)
     build_partial("fp8_e5m2", 64, 8, 80, "rows", True)
     build_partial("full", 128, 4, 90, "keys")
+    build_partial("int8", 64, 4, 90, "rows", ragged=True)
     build_partial("int4", 64, 4, 90)
     build_partial("k8v2", 32, 4, 80, "keys")
     if "--all" in sys.argv:  # minutes

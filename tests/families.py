@@ -355,14 +355,23 @@ class GroupedLayer(ReferenceLayer):
 
 
 def rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Each run of ``x`` along ``dim`` to 2^bits evenly spaced values; the step is a bfloat16, rounded up."""
+    """Each run of ``x`` along ``dim`` to 2^bits evenly spaced values; the step is a bfloat16, rounded up. Two bits: the
+    values are at both ends of the run's range, or in the middles of its quarters, whichever is closer to all of it."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     top = 2**bits - 1
-    step = (high - low) / top
-    near = step.bfloat16()
-    step = torch.where(near < step, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()
-    zero = (low / step).round()
-    return ((x / step).round() - zero).clamp(0, top).add(zero).mul(step)
+
+    def on(size: torch.Tensor, first: Any) -> torch.Tensor:
+        near = size.bfloat16()
+        step = torch.where(near < size, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()
+        zero = first(step)
+        return ((x / step - zero).round().clamp(0, top) + zero) * step
+
+    ends = on((high - low) / top, lambda step: (low / step).round())
+    if bits > 2:
+        return ends
+    middles = on((high - low) / (top + 0.875), lambda step: (((high + low) / step - top) * 4).round() / 8)
+    ends_error, error = (((y - x).double() ** 2).sum(dim, keepdim=True) for y in (ends, middles))
+    return torch.where(error < ends_error, middles, ends)
 
 
 class KeptLayer(DynamicLayer):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvcache import KVCache
+from hf_kvcache.slots import Ragged
 
 SPECS = ("full", "int8", "fp8", "fp8_e5m2", "sink(2,6)", "int8+sink(2,6)")
 KEEPING = SPECS[:4]
@@ -186,3 +187,11 @@ def expected_logits(model: Any, ids: torch.Tensor, spec: str) -> torch.Tensor:
     cache = Cache(layers=[RoundedLayer(storage, sinks) for _ in range(model.config.num_hidden_layers)])
     mask = sink_mask(ids.shape[1], sinks, window).expand(ids.shape[0], -1, -1, -1)
     return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def ragged(part, chosen):
+    """The tokens of a part that ``chosen`` [B, H, n] bool marks, head after head."""
+    slots = Ragged(part.key_codec, part.value_codec)
+    number = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
+    slots.fill(part, number[..., None], torch.zeros(chosen.shape, device=chosen.device), chosen)
+    return slots.part()

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import build, feed, llama_config, prompt, states
+from models import build, feed, llama_config, prompt, ragged, states
 
 import hf_kvcache
 from hf_kvcache import KVCache, cpu_build, cpu_decode
 from hf_kvcache.attention import Part, attend, attend_reference, attend_torch
-from hf_kvcache.codecs import CODECS, Plain, find_codec
+from hf_kvcache.codecs import ALWAYS, CODECS, Plain, find_codec
 from hf_kvcache.lowbit import GroupedCodec
 from hf_kvcache.store import map_state, narrow
 
@@ -30,14 +30,14 @@ needs_kernel = pytest.mark.skipif(
 )
 FORMATS = {
     **CODECS,
-    "int8 rotated": find_codec("int8").rotated(1),
-    "fp8 rotated": find_codec("fp8").rotated(1),
+    "int8 rotated": find_codec("int8").rotating(ALWAYS),
+    "fp8 rotated": find_codec("fp8").rotating(ALWAYS),
     "int4 channel": GroupedCodec(4, 32, "channel"),
     "int2 channel": GroupedCodec(2, 32, "channel"),
     "int4 token": GroupedCodec(4, 32, "token"),
     "int2 token": GroupedCodec(2, 32, "token"),
-    "int4 channel rotated": GroupedCodec(4, 32, "channel", 1),
-    "int2 token rotated": GroupedCodec(2, 32, "token", 1),
+    "int4 channel rotated": GroupedCodec(4, 32, "channel", ALWAYS),
+    "int2 token rotated": GroupedCodec(2, 32, "token", ALWAYS),
 }
 
 
@@ -115,6 +115,33 @@ def test_every_pair_of_formats(level, keys):
     tail = make_part(case._replace(tokens=7), "full", "full")
     for values in FORMATS:
         check(make_query(case), [make_part(case, keys, values), tail])
+
+
+@pytest.mark.parametrize("name", ["full", "int8", "fp8_e4m3", "int8 rotated"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_of_different_lengths(level, name, heads):
+    """One of them empty; nothing of the neighbours is read, and a mask goes by slots."""
+    case = Case(batch=3, heads=heads, queries=2, tokens=150)
+    part, tail, query = (
+        make_part(case, name, name),
+        make_part(case._replace(tokens=5), "full", "full"),
+        make_query(case),
+    )
+    chosen = torch.rand(3, heads, 150) < torch.rand(3, heads, 1)
+    chosen[0, -1] = False
+    run = ragged(part, chosen)
+    want = attend_reference(query, [part, tail], 0.125, shown(chosen, case.groups, 5))
+    torch.testing.assert_close(cpu_decode.attend_compiled(query, [run, tail], 0.125), want, atol=1e-5, rtol=1e-5)
+    first = chosen & (chosen.cumsum(-1) <= 3)
+    slots = (torch.arange(run.tokens) < 3).expand(3, heads, -1)
+    want = attend_reference(query, [part, tail], 0.125, shown(first, case.groups, 5))
+    got = cpu_decode.attend_compiled(query, [run, tail], 0.125, shown(slots, case.groups, 5))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def shown(chosen, groups, more):
+    """A mask [B, Hq, 1, n + more] that shows the chosen tokens and all of the others."""
+    return torch.nn.functional.pad(chosen.repeat_interleave(groups, 1), (0, more), value=True)[:, :, None]
 
 
 @pytest.mark.parametrize("groups, queries, batch", [(1, 1, 1), (3, 1, 3), (4, 5, 1), (8, 1, 1), (16, 16, 1), (5, 3, 2)])

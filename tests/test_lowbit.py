@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from models import feed, llama, llama_config, prompt, states
 
 from hf_kvcache import KVCache, QuantizedCache
-from hf_kvcache.codecs import NEVER, rotation
+from hf_kvcache.codecs import ALWAYS, NEVER, rotation
 from hf_kvcache.lowbit import GroupedCodec
 
 CODECS = [(bits, axis) for bits in (4, 2) for axis in ("channel", "token")]
@@ -65,15 +65,51 @@ def test_round_trip_is_within_half_a_step(bits, axis, width, groups, group, log,
     # Half a step, plus the rounding of float32 in x / step where the offset is far from zero.
     assert ((y - x).abs() <= 0.5 * step + 1e-6 * x.abs() + 1e-37).all()
     # The step is the smallest that covers the group: its range in `top` steps, or its offset in an int16.
-    amax = x.abs().amax()
-    assert step.max() <= 1.01 * max((x.max() - x.min()).item() / codec.top, amax.item() / 32000) + 1e-37 or amax == 0
+    amax, far = x.abs().amax(), {4: 32000, 2: 4000}[bits]
+    assert step.max() <= 1.01 * max((x.max() - x.min()).item() / codec.top, amax.item() / far) + 1e-37 or amax == 0
+    assert not (kind == "zeros" and y.any())
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_two_bits_lie_where_the_error_is_smaller(axis):
+    """On random numbers the middles of four quarters, with steps of a quarter of the range; on a lone outlier above
+    equal values the ends, which hit both exactly."""
+    codec = GroupedCodec(2, 32, axis)
+    x = torch.randn(2, 3, 32 * 20, 32)
+    pieces = x.unflatten(2, (-1, 32))
+    low, high = pieces.aminmax(dim=3 if axis == "channel" else 4, keepdim=True)
+    y = codec.decode(codec.encode(x), torch.float32).unflatten(2, (-1, 32))
+    ends = (((pieces - low) / (high - low) * 3).round() / 3) * (high - low) + low
+    assert (y - pieces).square().mean() < 0.75 * (ends - pieces).square().mean()
+    alone = torch.zeros(1, 1, 32, 32)
+    alone[0, 0, range(32), range(32)] = 3.0  # one in each group, whichever way
+    assert torch.equal(codec.decode(codec.encode(alone), torch.float32), alone)
+
+
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_the_grid_does_not_depend_on_how_many_groups_are_encoded_at_once(axis):
+    codec = GroupedCodec(2, 32, axis)
+    x = torch.randn(3, 2, 32 * 40, 33)
+    whole = codec.encode(x)
+    for i in range(40):
+        one = codec.encode(x[1:2, :, 32 * i : 32 * i + 32])
+        assert all(torch.equal(a[1:2, :, i : i + 1], b) for a, b in zip(whole, one, strict=True))
+
+
+@pytest.mark.parametrize("name", ["int4", "int2", "k4v2"])
+@pytest.mark.parametrize("width, keys, values", [(32, False, False), (64, True, True), (256, False, True)])
+def test_channels_of_large_heads_are_not_mixed(name, width, keys, values):
+    layer = KVCache.from_spec(llama_config(1), name).layers[0]
+    assert (width in layer.storage.key_codec.rotated, width in layer.storage.value_codec.rotated) == (keys, values)
+    everywhere = KVCache.from_spec(llama_config(1), f"{name}(rotate=on)").layers[0].storage
+    assert width in everywhere.key_codec.rotated and width in everywhere.value_codec.rotated
 
 
 @pytest.mark.parametrize("bits, axis", CODECS)
-@pytest.mark.parametrize("rotate_from", [NEVER, 1])
+@pytest.mark.parametrize("rotated", [NEVER, ALWAYS])
 @pytest.mark.parametrize("width", [32, 33, 80])
-def test_folded_attention_equals_decoding_first(bits, axis, rotate_from, width):
-    codec = GroupedCodec(bits, 32, axis, rotate_from)
+def test_folded_attention_equals_decoding_first(bits, axis, rotated, width):
+    codec = GroupedCodec(bits, 32, axis, rotated)
     x, query, probs = torch.randn(2, 3, 96, width) + 2, torch.randn(2, 3, 5, width), torch.rand(2, 3, 5, 96)
     state = codec.encode(x)
     y = codec.decode(state, torch.float32)

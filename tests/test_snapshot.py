@@ -251,7 +251,7 @@ def test_a_later_version_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "VERSION", "0")
     saved(tmp_path / "cache")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 0, this library reads version 2"):
+    with pytest.raises(ValueError, match="of version 0, this library reads version 3"):
         KVCache.load(tmp_path / "cache", llama_config())
 
 

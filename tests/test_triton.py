@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import llama_config, states
+from models import llama_config, ragged, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton")
@@ -21,7 +21,7 @@ if DEVICE == "cpu" and isinstance(triton.language.sum, triton.JITFunction):
 
 from hf_kvcache import KVCache, triton_decode  # noqa: E402
 from hf_kvcache.attention import Part, attend_reference  # noqa: E402
-from hf_kvcache.codecs import CODECS, Codec, PerToken, Plain, Scaled, find_codec  # noqa: E402
+from hf_kvcache.codecs import ALWAYS, CODECS, Codec, PerToken, Plain, Scaled, find_codec  # noqa: E402
 from hf_kvcache.layers import Run  # noqa: E402
 from hf_kvcache.lowbit import GroupedCodec  # noqa: E402
 from hf_kvcache.spec import storage  # noqa: E402
@@ -203,9 +203,30 @@ def test_products_in_float16_keep_channels_far_from_zero(name, monkeypatch):
         assert (got - want)[..., channels].abs().max() <= 2 * off[..., channels].max()
 
 
+@pytest.mark.parametrize("name", ["full", "int8", "fp8_e4m3"])
+def test_heads_of_different_lengths(name):
+    """One of them empty; nothing of the neighbours is read, and a mask goes by slots."""
+    case = Case([], (64, 36), 3, 2, 2, heads=2)
+    part, tail = make_part(case, name, name, 150), make_part(case, "full", "full", 5)
+    heads = part.keys[0].shape[1]
+    chosen = torch.rand(2, heads, 150, device=DEVICE) < torch.rand(2, heads, 1, device=DEVICE)
+    chosen[0, -1] = False
+    run, query = ragged(part, chosen), torch.randn(2, 3 * heads, 2, 64, device=DEVICE)
+    for tokens, visible in ((None, chosen), (3, chosen & (chosen.cumsum(-1) <= 3))):
+        mask = None
+        if tokens:
+            mask = torch.arange(run.tokens + 5, device=DEVICE)
+            mask = ((mask < tokens) | (mask >= run.tokens)).expand(2, 3 * heads, 1, -1)
+        shown = torch.nn.functional.pad(visible.repeat_interleave(3, 1), (0, 5), value=True)[:, :, None]
+        want = attend_reference(query, [part, tail], 0.125, shown)
+        assert triton_decode.supports(query, [run, tail], mask)
+        got = triton_decode.attend_triton(query, [run, tail], 0.125, mask)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 def test_rotated_keys():
     case = Case(only("int8", 63), (64, 64), 4)
-    codec = find_codec("int8").rotated(64)
+    codec = find_codec("int8").rotating(ALWAYS)
     part = make_part(case, *case.parts[0])
     states = torch.randn(1, 1, 63, 64, device=DEVICE)
     check(case, [part._replace(key_codec=codec, keys=codec.encode(states))])
@@ -304,7 +325,7 @@ def test_append_writes_the_bits_of_encode(name, dtype):
 
 
 def test_append_rotates():
-    codec = find_codec("int8").rotated(36)
+    codec = find_codec("int8").rotating(ALWAYS)
     x = hard_rows(torch.float32)
     want = codec.encode(x)
     slab = Scaled(torch.empty_like(want.codes), torch.empty_like(want.scale))
