@@ -165,70 +165,67 @@ class SnapKV(Policy):
 class Expected(Policy):
     """Attention that future queries can be expected to pay (Devoto et al., arXiv:2510.00636).
 
-    Queries before rotation are taken as normal, q ~ N(mu, S) (statistics of the row's last ``queries`` queries of the
-    first forward, sinks left out), and rotated by the mean rotation R of the next ``future`` positions:
+    Queries before rotation are taken as normal, q ~ N(mu, S), and rotated by the mean rotation R of the next ``future``
+    positions. A key k, turned back by all of R, k' = R' k, then expects
 
-        score_j = (exp(mu' . k_j / sqrt(d) + k_j' S' k_j / 2 d) / sum + epsilon) |v_j|,   mu' = R mu,  S' = R S R'
+        score_j = (exp(mu . k'_j / sqrt(d) + k'_j' S k'_j / 2 d) / mean + epsilon) |v_j|
 
-    averaged over the query heads of a KV head. A token is scored once, when it comes. ``epsilon`` is as large as a
-    share of the attention: above one over the number of tokens, little but the values' norms is left of the score.
+    averaged over the query heads of a KV head; ``mean`` is that of the exponentials of the tokens so far. A token is
+    scored once, when it comes. mu, S and the mean are those of the last ``queries`` queries of the row, older ones
+    fading out; the sinks' are left out. Many queries describe any text to come, few describe the question at hand
+    (docs/retention.md has what either finds). ``epsilon`` is in units of the attention to an average token.
     """
 
     needs, rolls_back = "queries", False
 
-    def __init__(self, future: int = 512, queries: int = 512, epsilon: float = 0.0) -> None:
+    def __init__(self, future: int = 512, queries: int = 32, epsilon: float = 0.0) -> None:
         if future < 1 or queries < 2:
             raise ValueError(f"expected: future={future} and queries={queries} must be at least 1 and 2")
         self.future, self.queries, self.epsilon = future, queries, epsilon
 
     def score(self, pool: Pool) -> torch.Tensor:
-        if "total" not in pool.memory or "waiting" in pool.memory:
-            self._learn(pool)
-        logits = self._logits(pool, pool.memory["mean"], pool.memory["cov"])
-        chance = (logits - pool.memory["total"]).clamp_max(0.0).exp().mean(2)
+        own = pool.position[:, 0]  # [B, q]
+        share = self._learn(pool, own)[:, None, None, None]
+        keys, width = self._turned_back(pool, own), pool.keys.shape[-1]
+        along = (keys @ pool.memory["mean"][..., None])[..., 0]  # [B, H, G, q]
+        spread = ((keys @ pool.memory["square"]) * keys).sum(-1) - along.square()
+        logits = along / math.sqrt(width) + spread / (2 * width)
+        tokens = (own >= 0).sum(-1)[:, None, None, None].clamp_min(1)
+        level = logits.masked_fill((own < 0)[:, None, None], -math.inf).logsumexp(-1, keepdim=True) - tokens.log()
+        before = pool.memory.get("level", torch.full_like(level, -math.inf))
+        level = torch.where(share > 0, torch.logaddexp(before + (1 - share).log(), level + share.log()), before)
+        pool.memory["level"] = level
+        chance = (logits - level).clamp_max(80.0).exp().mean(2)  # what float32 can hold
         return pool.after((chance + self.epsilon) * pool.values.float().norm(dim=-1))
 
-    def _logits(self, pool: Pool, mean: torch.Tensor, cov: torch.Tensor) -> torch.Tensor:
-        """[B, H, G, q]"""
-        keys, width = pool.keys.float(), pool.keys.shape[-1]
-        logits = torch.einsum("bhgd,bhnd->bhgn", mean, keys) / math.sqrt(width)
-        return logits + torch.einsum("bhnd,bhgde,bhne->bhgn", keys, cov, keys) / (2 * width)
+    def _learn(self, pool: Pool, own: torch.Tensor) -> torch.Tensor:
+        """Take in the queries of this forward; their share [B] of what is known then.
 
-    def _learn(self, pool: Pool) -> None:
-        """Statistics and normaliser of each row's first forward, kept so that later tokens are scored on the same
-        scale. A row that was all pads waits for its own first one."""
-        mean, cov = self._statistics(pool)
-        pads = pool.position < 0
-        total = self._logits(pool, mean, cov).masked_fill(pads[:, :, None], -math.inf).logsumexp(-1, keepdim=True)
-        waits, rows = pool.memory.pop("waiting", None), pads[:, 0].all(-1)  # [B]
-        for name, new in (("mean", mean), ("cov", cov), ("total", total)):
-            if waits is not None:
-                new = torch.where(waits.view(-1, *[1] * (new.dim() - 1)), new, pool.memory[name])
-            pool.memory[name] = new
-        rows = rows if waits is None else rows & waits
-        if bool(rows.any()):
-            pool.memory["waiting"] = rows
-
-    def _statistics(self, pool: Pool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean [B, H, G, D] and covariance [B, H, G, D, D] of future queries, from those of this forward."""
+        Kept are the mean [B, H, G, D] and the second moment [B, H, G, D, D] of the queries before rotation."""
         assert pool.query is not None
-        batch, heads = pool.keys.shape[:2]
         query = pool.query.float()
         if pool.rope is not None:
-            slots = torch.arange(pool.first, pool.first + query.shape[2], device=query.device)
-            query = pool.rope.turn(query, -slots)
-        query = query[:, :, -self.queries :].unflatten(1, (heads, -1))  # [B, H, G, q, D]
-        own = pool.position[:, :1, None, -self.queries :, None]
-        weight = ((own >= 4) | (own == own.amax(3, keepdim=True))).float()  # sinks' queries are unlike all others
-        count = weight.sum(3)
-        mean = (query * weight).sum(3) / count
-        centred = (query - mean[..., None, :]) * weight
-        cov = centred.transpose(-1, -2) @ centred / count[..., None]
+            query = pool.rope.turn(query, -own)
+        query = query[:, :, -self.queries :].unflatten(1, (pool.keys.shape[1], -1))  # [B, H, G, n, D]
+        own = own[:, -self.queries :]
+        weight = ((own >= 4) | (own == own.amax(1, keepdim=True))) & (own >= 0)  # sinks' queries are unlike all others
+        count = weight.sum(1)  # [B]
+        known = pool.memory.get("count", torch.zeros_like(count)).minimum(self.queries - count)
+        share = count / (known + count).clamp_min(1)
+        part = query * (weight / count.clamp_min(1)[:, None])[:, None, None, :, None]
+        for name, new in (("mean", part.sum(3)), ("square", part.transpose(-1, -2) @ query)):
+            pool.memory[name] = torch.lerp(pool.memory.get(name, new), new, share.view(-1, *[1] * (new.dim() - 1)))
+        pool.memory["count"] = known + (own >= 4).sum(1)  # those of the sinks are forgotten when others come
+        return share
+
+    def _turned_back(self, pool: Pool, own: torch.Tensor) -> torch.Tensor:
+        """Keys as queries before rotation see them from the positions to come, [B, H, 1, q, D]."""
+        keys = pool.keys.float()
         if pool.rope is not None:
-            end = pool.first + pool.keys.shape[2]
-            turn = pool.rope.mean_turn(end, self.future, query.shape[-1], query.device)  # [D, D]
-            mean, cov = (turn @ mean[..., None])[..., 0], turn @ cov @ turn.transpose(-1, -2)
-        return mean, cov
+            end = own.amax(1, keepdim=True) + 1
+            keys = pool.rope.turn(keys, -end.expand_as(own))
+            keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
+        return keys[:, :, None]
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -85,15 +85,13 @@ class Rope:
         factor = (cos[..., :1].square() + sin[..., :1].square()).sqrt()
         return cos / factor, sin / factor
 
-    def mean_turn(self, start: int, count: int, width: int, device: torch.device) -> torch.Tensor:
-        """The mean of R(start), ..., R(start + count - 1) as a matrix [width, width]: column vectors are turned."""
+    def mean_turn(self, count: int, width: int, device: torch.device) -> torch.Tensor:
+        """The mean of R(0), ..., R(count - 1) as a matrix [width, width]: column vectors are turned."""
         if (count, width) not in self._mean:
             basis = torch.eye(width, device=device)[None, :, None].expand(1, width, count, width)
             turned = self.turn(basis, torch.arange(count, device=device))  # [1, basis, count, D]
-            self._mean[count, width] = turned[0].mean(1)  # rows: R e_i
-        rows = self._mean[count, width].to(device)
-        delta = torch.full((width,), start, device=device)
-        return self.turn(rows[None, None], delta)[0, 0].T
+            self._mean[count, width] = turned[0].mean(1).T  # rows: R e_i
+        return self._mean[count, width].to(device)
 
 
 def find_rope(config: Any, layer: int) -> Rope | None:

@@ -89,6 +89,13 @@ MUTATIONS = [
         "test_cpu_decode.py::test_heads_of_different_lengths",
     ),
     fault(
+        "expected attention turns queries on instead of back",
+        "policies",
+        "query = pool.rope.turn(query, -own)",
+        "query = pool.rope.turn(query, own)",
+        "test_eviction.py::test_expected_attention_is_its_formula",
+    ),
+    fault(
         "low-bit steps rounded down",
         "lowbit",
         "(bits + 0xFFFF) & ~0xFFFF",

@@ -15,7 +15,7 @@ from transformers import DynamicCache, GPT2Config
 from hf_kvcache import EvictionCache, KVCache, SinkWindowCache
 from hf_kvcache.attention import kvcache_attention
 from hf_kvcache.eviction import EvictionLayer, Ragged
-from hf_kvcache.policies import POLICIES
+from hf_kvcache.policies import POLICIES, Pool
 from hf_kvcache.retention import Importance
 from hf_kvcache.spec import storage
 from hf_kvcache.store import concat
@@ -513,25 +513,48 @@ def test_reset_forgets_everything() -> None:
         assert torch.equal(feed(model, prompt(30), cache), first)
 
 
-def test_expected_attention_is_its_formula() -> None:
-    """Against the definition on one head: queries turned back, their mean and covariance turned on and averaged."""
-    mine = layer("expected", budget=20)
-    q, k, v = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
-    run(mine, q, k, v)
-    rope, head = mine.rope, 1
-    plain = rope.turn(q, -torch.arange(40))[0, 2:4]
-    turns = torch.stack([rope.turn(torch.eye(8)[None, None], torch.full((8,), t))[0, 0].T for t in range(40, 56)]).mean(
-        0
-    )
-    chance = []
-    for g in range(2):
-        own = plain[g, 4:]
-        mean, cov = turns @ own.mean(0), turns @ torch.cov(own.T, correction=0) @ turns.T
-        logits = k[0, head] @ mean / math.sqrt(8) + torch.einsum("nd,de,ne->n", k[0, head], cov, k[0, head]) / 16
-        chance.append(torch.softmax(logits, -1))
-    score = (torch.stack(chance).mean(0) + 0.02) * v[0, head].norm(dim=-1)
-    score[:2] = score[-4:] = math.inf
-    assert mine.positions[0, head].tolist() == sorted(score.topk(20).indices.tolist())
+def expect(rope, q, k, v, pads, queries, steps):
+    """Expected attention of one row and KV head by its definition: q [G, n, D], k and v [n, D], ``pads`` first."""
+    plain, scores, level, known = rope.turn(q[None], -torch.arange(q.shape[1])[None] + pads)[0], [], 0.0, 0
+    for start, stop in pairwise([0, *accumulate(steps)]):
+        start = min(max(start, pads), stop)
+        scores += [0.0] * (start - len(scores))
+        if start == stop:
+            continue
+        share, past = 1.0, [stop - 1]
+        if stop - pads > 4:  # the sinks' queries are left out, unless there are no others
+            new = min(stop - max(start, 4 + pads), queries)
+            known = min(known + new, queries)
+            share, past = new / known, range(stop - known, stop)
+        turns = [rope.turn(torch.eye(8)[None, None], torch.full((1, 8), stop - pads + t))[0, 0].T for t in range(16)]
+        turn, keys, chance = torch.stack(turns).mean(0), k[start:stop], []
+        for own in plain[:, past]:
+            mean, cov = turn @ own.mean(0), turn @ torch.cov(own.T, correction=0) @ turn.T
+            chance.append((keys @ mean / math.sqrt(8) + torch.einsum("nd,de,ne->n", keys, cov, keys) / 16).exp())
+        level = (1 - share) * level + share * torch.stack(chance).mean(-1, keepdim=True)
+        scores += ((torch.stack(chance) / level).mean(0) * v[start:stop].norm(dim=-1)).tolist()
+    return torch.tensor(scores)
+
+
+@pytest.mark.parametrize("queries, steps", [(99, [40]), (12, [40]), (99, [10, 1, 20, 9]), (99, [3, 1, 1, 1, 34])])
+def test_expected_attention_is_its_formula(queries: int, steps: list[int]) -> None:
+    """Queries turned back, their mean and covariance turned on and averaged; rows that start late, as if alone."""
+    rope, policy, pads, memory = layer("expected").rope, POLICIES["expected"](16, queries), [0, 12, 5], {}
+    q, k, v = torch.randn(3, 4, 40, 8), torch.randn(3, 2, 40, 8), torch.randn(3, 2, 40, 8)
+    number = torch.arange(40) - torch.tensor(pads)[:, None]
+    for row, own in enumerate(number):  # the model turned each row by its own positions
+        q[row] = rope.turn(q[row, None], own[None])[0]
+    scores = torch.zeros(3, 2, 0)
+    for start, stop in pairwise([0, *accumulate(steps)]):
+        new = slice(start, stop)
+        position = number[:, None, new].clamp_min(-1).expand(3, 2, -1)
+        states = [x[:, :, new] for x in (q, k, v)]
+        pool = Pool(scores, scores.long(), *states[1:], position, start, None, states[0], memory, 0, rope)
+        scores = policy.score(pool)
+    for row in range(3):
+        for head in range(2):
+            slow = expect(rope, q[row, 2 * head : 2 * head + 2], k[row, head], v[row, head], pads[row], queries, steps)
+            torch.testing.assert_close(scores[row, head, pads[row] :], slow[pads[row] :], atol=1e-4, rtol=1e-3)
 
 
 # -- repositioned sinks ------------------------------------------------------------------------------------------------
