@@ -129,10 +129,10 @@ class KVCache(compat.Cache):
         if not isinstance(self.placement, Offload) or not isinstance(self.retention, Importance):
             return
         what = "adaptive budgets" if self.retention.adaptive else "keep_recent" if self.placement.keep_recent else ""
-        if self.placement.tier == "disk" or what:
+        if what:
             raise ValueError(
-                f"{self.spec!r}: importance eviction replaces single tokens in place, which {what or 'blocks on disk'} "
-                "cannot follow off the device: use placement 'cpu' without keep_recent and adaptive, or 'device'"
+                f"{self.spec!r}: importance eviction replaces single tokens in place, which {what} cannot follow off "
+                "the device: leave that out, or use placement 'device'"
             )
 
     def _make_layer(self, stock: Any, index: int, layers: int, skip: bool, keep: bool) -> Any:

@@ -10,7 +10,8 @@ collected, or when the interpreter exits. A process that was killed leaves both;
 cache that is placed in the same directory removes them. Creating and cleaning happen under a lock on the directory
 itself, so that no folder is taken for a leftover before it is locked.
 
-A file is written with ``pwrite``, and read through a private memory map that is made anew after each write.
+A file is written with ``pwrite``, and read through a private memory map that is made anew after each write. Rows that
+are replaced in place (importance eviction) lie in shared maps of files that have no name (``FileMemory``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platform
 import secrets
 import shutil
 import stat
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +128,46 @@ class LayerFile:
     def __reduce__(self) -> tuple[Any, ...]:
         content = None if self.mapped is None else self.mapped.clone()
         return _restore, (self.folder, self.index, self.sizes, content)
+
+
+class FileMemory:
+    """Memory that lies on disk: a shared map of a file that has no name any more, and goes with its last user.
+
+    Where the disk has no room it is host memory, and a warning says so once.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.warned = folder, False
+
+    def take(self, size: int, pin: bool = False) -> torch.Tensor:
+        """``size`` bytes, [size] uint8; ``on_disk`` tells where."""
+        with torch.inference_mode(False):
+            try:
+                flat = _map_new(self.folder.path / f"rows-{secrets.token_hex(4)}", size)
+            except OSError as error:
+                if not self.warned:
+                    self.warned = True
+                    text = f"no room in {str(self.folder.path)!r} ({error.strerror}): kept tokens stay in host memory"
+                    warnings.warn(text, stacklevel=2)
+                return torch.empty(size, dtype=torch.uint8)
+        flat.on_disk = True  # type: ignore[attr-defined]
+        return flat
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileMemory:
+        return FileMemory(self.folder)
+
+
+def _map_new(path: Path, size: int) -> torch.Tensor:
+    """A file of that size, mapped for writing; its bytes are the disk's before anything is written to the map."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        step = 1 << 24
+        for start in range(0, size, step):  # a sparse file would kill the process where the disk is full
+            write_fully(fd, torch.zeros(min(step, size - start), dtype=torch.uint8), start)
+        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(fd)
+        path.unlink()
 
 
 def write_fully(fd: int, piece: torch.Tensor, offset: int) -> int:

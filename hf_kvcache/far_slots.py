@@ -1,4 +1,4 @@
-"""Where do the slots of importance eviction live, when not on the device? In host memory, unit by unit.
+"""Where do the slots of importance eviction live, when not on the device? In host memory or a file, unit by unit.
 
 Keys and values of the kept tokens lie in a far tier, as those of a ``FarSlab`` do (``placement.py``): a layer's turn
 brings them all, as a staged copy. Their numbers and scores, 8 bytes a token, stay on the device. While decoding, a new
@@ -21,7 +21,7 @@ from .tiers import HostRows, Layout
 
 
 class FarSlots(Slots):
-    """``Slots`` whose keys and values live in host memory; ``keys`` and ``values`` bring them where they are not."""
+    """``Slots`` whose keys and values live in a far tier; ``keys`` and ``values`` bring them where they are not."""
 
     def __init__(self, key_codec: Codec, value_codec: Codec, group: int, home: Home) -> None:
         self.home = home
@@ -66,7 +66,7 @@ class FarSlots(Slots):
         self.home.offloader.bytes_out += self.far_bytes
         if self.home.in_place:
             return
-        self.rows = [HostRows(layout, self.home.offloader.host, self.home.lane.pins) for layout in layouts]
+        self.rows = [HostRows(layout, self.home.memory(), self.home.lane.pins) for layout in layouts]
         for rows, state in zip(self.rows, self._held, strict=True):
             rows.write(0, narrow(state, 0, self.used), self.home.lane)
         self.home.staged = True
@@ -156,7 +156,7 @@ class FarSlots(Slots):
         self.position, self.score = fn(self.position), fn(self.score)
 
     def bytes_by_tier(self, device: dict[str, int]) -> Tiers:
-        """Bytes of the tier by part; the staged copy counts in ``device``."""
+        """Bytes of the tiers by part; the staged copy counts in ``device``."""
         if self.rows is None:
             parts = {"payload": 0, "scales": 0}
             add_bytes(parts, "payload", *(state for state in self._held if state is not None))
@@ -166,7 +166,10 @@ class FarSlots(Slots):
         device["staging"] = sum(t.untyped_storage().nbytes() for t in held)
         sides = [rows.bytes_by_tier(self.used)["cpu"] for rows in self.rows]
         parts = {name: sum(side[name] for side in sides) for name in sides[0]}
-        parts["spare"] += sum(t.untyped_storage().nbytes() for t in late)
+        waiting = sum(t.untyped_storage().nbytes() for t in late)
+        if all(rows.on_disk for rows in self.rows):
+            return {"cpu": {"spare": waiting}, "disk": parts}
+        parts["spare"] += waiting
         return {"cpu": parts}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .disk import LayerFile
+from .disk import FileMemory, LayerFile
 from .transfer import HostMemory, Lane
 
 ALIGN = 64  # bytes
@@ -110,9 +110,9 @@ class Rows(Protocol):
 
 
 class HostRows:
-    """Rows in host memory."""
+    """Rows in host memory, or in files that are mapped like it."""
 
-    def __init__(self, layout: Layout, host: HostMemory, pin: bool) -> None:
+    def __init__(self, layout: Layout, host: HostMemory | FileMemory, pin: bool) -> None:
         self.layout, self.host, self.pin = layout, host, pin
         self.chunks: list[tuple[int, int, torch.Tensor]] = []  # (first slot, rows, memory)
         self.copied = False
@@ -157,10 +157,14 @@ class HostRows:
             rewrite(flat, old, memory, self.layout, rows, fn)
             self.chunks[number] = (first, rows, memory)
 
+    @property
+    def on_disk(self) -> bool:
+        return all(getattr(flat, "on_disk", False) for _, _, flat in self.chunks)
+
     def settle(self) -> None:
-        """A copy of pinned memory is not pinned."""
-        if self.copied and self.pin:
-            self.chunks = [(first, rows, self.host.take(len(f), True).copy_(f)) for first, rows, f in self.chunks]
+        """A copy of pinned memory is not pinned, and one of a file is in host memory."""
+        if self.copied and (self.pin or isinstance(self.host, FileMemory)):
+            self.chunks = [(first, rows, self.host.take(len(f), self.pin).copy_(f)) for first, rows, f in self.chunks]
         self.copied = False
 
     def __getstate__(self) -> dict[str, Any]:

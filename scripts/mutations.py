@@ -96,6 +96,13 @@ MUTATIONS = [
         "test_eviction.py::test_expected_attention_is_its_formula",
     ),
     fault(
+        "files of replaced rows keep their names",
+        "disk",
+        "        path.unlink()\n",
+        "        pass\n",
+        "test_placement.py::test_evicting_layers_lie_on_disk_in_files_without_a_name",
+    ),
+    fault(
         "low-bit steps rounded down",
         "lowbit",
         "(bits + 0xFFFF) & ~0xFFFF",

@@ -134,7 +134,7 @@ def test_a_model_gives_the_same_logits(place, attention, spec, tmp_path):
 
 EVICTIONS = ["knorm(budget=12,sinks=2,recent=4)", "keydiff(budget=0.5,sinks=2,recent=4)", "random(budget=64)"]
 every_eviction = pytest.mark.parametrize("retention", EVICTIONS)
-every_near_place = pytest.mark.parametrize("place", ["cpu", "staged"])
+every_near_place = pytest.mark.parametrize("place", ["cpu", "staged", "disk"])
 
 
 @every_near_place
@@ -199,10 +199,41 @@ def test_a_step_of_eviction_moves_one_unit_out_and_what_is_stored_in(place, stor
     assert on_device["payload"] == on_device["scales"] == 0
 
 
+def test_evicting_layers_lie_on_disk_in_files_without_a_name(tmp_path):
+    twins = Twins(2, "int8", EVICTIONS[0], **options_of("disk", tmp_path))
+    for tokens in (20, 1, 1):
+        twins.feed(tokens)
+    memory = twins.far.memory()
+    stored = sum(layer.kept_slots.used * layer.kept_slots.row_bytes for layer in twins.far.layers)
+    assert memory["disk"]["payload"] + memory["disk"]["scales"] == stored
+    assert memory["cpu"]["payload"] == memory["cpu"]["scales"] == 0
+    (folder,) = [entry for entry in tmp_path.rglob("hf_kvcache-*") if entry.is_dir()]
+    assert [entry.name for entry in folder.iterdir()] == ["owner"]
+
+
+def test_kept_tokens_stay_in_memory_where_the_disk_is_full(tmp_path, monkeypatch):
+    twins = Twins(2, "int8", "knorm(budget=0.5,sinks=2,recent=4)", **options_of("disk", tmp_path))
+    twins.feed(12)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_fully", full)
+        with pytest.warns(UserWarning, match="no room in .*stay in host memory"):
+            twins.feed(9)
+        assert twins.far.memory()["cpu"]["payload"] and not twins.far.memory()["disk"]["payload"]
+        twins.check()
+    for tokens in (1, 9, 1):
+        twins.feed(tokens)
+    twins.check()
+    assert twins.far.memory()["disk"]["payload"] and not twins.far.memory()["cpu"]["payload"]
+
+
 @pytest.mark.parametrize(
     "spec, word",
     [
-        ("snapkv+disk({})", "disk"),
+        ("snapkv(adaptive=on)+disk({})", "adaptive"),
         ("snapkv(adaptive=on)+cpu", "adaptive"),
         ("snapkv+cpu(keep_recent=4)", "keep_recent"),
     ],
