@@ -58,15 +58,24 @@ def on_frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def frontier(records: list[Record], colours: dict[str, Any]) -> Any:
-    """Mean KL divergence against stored bytes, and the line of the best trades."""
-    figure, axes = _figure()
+    """Mean KL divergence against stored bytes, and the line of the best trades: these have names, others numbers."""
     points = {r["spec"]: (r["metrics"]["bytes_ratio"], max(r["metrics"]["kl_mean"], FLOOR)) for r in records}
-    axes.step(*zip(*on_frontier(list(points.values())), strict=True), where="post", color="0.75", zorder=1)
-    side = {spec: i % 2 for i, spec in enumerate(sorted(points, key=lambda spec: points[spec]))}
-    for spec, (x, y) in points.items():
-        axes.scatter(x, y, color=colours.get(spec), zorder=2)
-        place = {"xytext": (5, 4), "ha": "left"} if side[spec] or x < 0.35 else {"xytext": (-5, 5), "ha": "right"}
-        axes.annotate(spec, (x, y), textcoords="offset points", fontsize=8, **place)
+    best = on_frontier(list(points.values()))
+    others = sorted((spec for spec in points if points[spec] not in best), key=lambda spec: points[spec][1])
+    figure, axes = _figure(3.9 + 0.09 * len(others))
+    axes.step(*zip(*best, strict=True), where="post", color="0.75", zorder=1)
+    for spec, point in points.items():
+        number = others.index(spec) + 1 if spec in others else 0
+        axes.scatter(*point, color=colours.get(spec), zorder=2, label=f"{number}  {spec}" if number else None)
+        place = (
+            {"xytext": (-5, -3), "ha": "right"} if number % 2 else {"xytext": (5, 4 - 7 * bool(number)), "ha": "left"}
+        )
+        axes.annotate(number or spec, point, textcoords="offset points", fontsize=8, **place)
+    if others:
+        handles, labels = axes.get_legend_handles_labels()
+        pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: int(pair[0].split()[0]))
+        labels, handles = zip(*pairs, strict=True)
+        figure.legend(handles, labels, fontsize=7, ncols=2, loc="outside lower center")
     axes.set_yscale("log")
     axes.set_xlim(0, 1.12 * max(x for x, _ in points.values()))
     axes.set_xlabel("stored bytes, as a share of the stock cache's")
@@ -93,7 +102,7 @@ def answers(found: list[Answer], colours: dict[str, Any]) -> Any:
         axes.set_ylim(len(specs) - 0.5, -0.5)
         axes.set_title(task, fontsize=9, loc="left")
         axes.grid(alpha=0.3, axis="x")
-    panels[-1, 0].set_xlabel("right answers, points against the stock cache (95 %)")
+    panels[-1, 0].set_xlabel("points against the stock cache, with 95 % intervals")
     return figure
 
 
@@ -154,8 +163,10 @@ def streaming(records: list[Record], colours: dict[str, Any]) -> Any:
     if trained and trained < records[-1]["settings"]["tokens"]:
         axes.axvline(trained, color="0.5", linestyle=":", label="trained length")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("tokens of the stream")
     axes.set_ylabel(f"perplexity of {bucket:,} tokens")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=7, ncols=2, loc="outside lower center")
     return figure

@@ -90,6 +90,8 @@ def _streaming(axes: Any, records: list[Record]) -> None:
     if trained is not None and trained < records[-1]["settings"]["tokens"]:
         axes.axvline(trained, color="grey", linestyle=":", label="trained length")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("end of the bucket, in tokens of the stream")
     axes.set_ylabel(f"perplexity of {bucket:,} tokens")
-    axes.legend(fontsize=8)
+    axes.figure.legend(fontsize=8, ncols=3, loc="outside lower center")
