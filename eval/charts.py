@@ -64,18 +64,15 @@ def frontier(records: list[Record], colours: dict[str, Any]) -> Any:
     others = sorted((spec for spec in points if points[spec] not in best), key=lambda spec: points[spec][1])
     figure, axes = _figure(3.9 + 0.09 * len(others))
     axes.step(*zip(*best, strict=True), where="post", color="0.75", zorder=1)
-    for spec, point in points.items():
-        number = others.index(spec) + 1 if spec in others else 0
-        axes.scatter(*point, color=colours.get(spec), zorder=2, label=f"{number}  {spec}" if number else None)
-        place = (
-            {"xytext": (-5, -3), "ha": "right"} if number % 2 else {"xytext": (5, 4 - 7 * bool(number)), "ha": "left"}
-        )
-        axes.annotate(number or spec, point, textcoords="offset points", fontsize=8, **place)
+    for spec in [spec for spec in points if spec not in others]:
+        axes.scatter(*points[spec], color=colours.get(spec), zorder=2)
+        axes.annotate(spec, points[spec], (5, 4), textcoords="offset points", fontsize=8)
+    for number, spec in enumerate(others, 1):
+        axes.scatter(*points[spec], color=colours.get(spec), zorder=2, label=f"{number}  {spec}")
+        x, side = (-5, "right") if number % 2 else (5, "left")
+        axes.annotate(str(number), points[spec], (x, -3), textcoords="offset points", fontsize=8, ha=side)
     if others:
-        handles, labels = axes.get_legend_handles_labels()
-        pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: int(pair[0].split()[0]))
-        labels, handles = zip(*pairs, strict=True)
-        figure.legend(handles, labels, fontsize=7, ncols=2, loc="outside lower center")
+        figure.legend(fontsize=7, ncols=2, loc="outside lower center")
     axes.set_yscale("log")
     axes.set_xlim(0, 1.12 * max(x for x, _ in points.values()))
     axes.set_xlabel("stored bytes, as a share of the stock cache's")

@@ -211,8 +211,6 @@ def _describe(
     pieces, turned, tokens = [], [False, False], 0
     for part in parts:
         n = part.tokens
-        for t in (part.starts, part.sizes):
-            assert t is None or (t.shape == (batch, heads) and t.dtype == torch.int64 and t.is_contiguous()), t
         where = [0 if t is None else t.data_ptr() for t in (part.starts, part.sizes)]
         pieces.append(TOKENS.pack(n, *where))
         for side, (codec, state) in enumerate(((part.key_codec, part.keys), (part.value_codec, part.values))):

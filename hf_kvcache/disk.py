@@ -11,7 +11,7 @@ cache that is placed in the same directory removes them. Creating and cleaning h
 itself, so that no folder is taken for a leftover before it is locked.
 
 A file is written with ``pwrite``, and read through a private memory map that is made anew after each write. Rows that
-are replaced in place (importance eviction) lie in shared maps of files that have no name (``FileMemory``).
+are replaced in place (importance eviction) lie in shared maps of files that have no name (``Folder.take``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Folder:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory).expanduser().absolute()
+        self.directory, self.warned = Path(directory).expanduser().absolute(), False
         if not os.path.lexists(self.directory):
             self.directory.mkdir(mode=0o700, parents=True)
         with _only_one(self.directory):
@@ -54,6 +54,21 @@ class Folder:
             _flock(lock)
             os.write(lock, f"{os.getpid()} {platform.node()}\n".encode())
         self._finalizer = weakref.finalize(self, _remove_folder, self.path, lock, os.getpid())
+
+    def take(self, size: int, pin: bool = False) -> torch.Tensor:
+        """``size`` bytes of the disk, [size] uint8 with the attribute ``on_disk``: a mapped file without a name, gone
+        with its last user. Where there is no room it is host memory, and a warning says so once."""
+        with torch.inference_mode(False):
+            try:
+                flat = _map_new(self.path / f"rows-{secrets.token_hex(4)}", size)
+            except OSError as error:
+                if not self.warned:
+                    self.warned = True
+                    text = f"no room in {str(self.path)!r} ({error.strerror}): kept tokens stay in host memory"
+                    warnings.warn(text, stacklevel=2)
+                return torch.empty(size, dtype=torch.uint8)
+        flat.on_disk = True  # type: ignore[attr-defined]
+        return flat
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Folder:
         return self  # copies of a cache share the folder, not the files
@@ -113,14 +128,13 @@ class LayerFile:
         Raises:
             OSError: there is none.
         """
-        if blocks <= self.blocks or not hasattr(os, "posix_fallocate"):
+        if blocks <= self.blocks:
             return
         try:
-            os.posix_fallocate(self.fd, 0, blocks * self.record)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(self.fd, self.blocks * self.record)
-                raise
+            allocate(self.fd, blocks * self.record)
+        except OSError:
+            os.ftruncate(self.fd, self.blocks * self.record)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerFile:
         return _restore(self.folder, self.index, self.sizes, self.mapped)
@@ -130,40 +144,32 @@ class LayerFile:
         return _restore, (self.folder, self.index, self.sizes, content)
 
 
-class FileMemory:
-    """Memory that lies on disk: a shared map of a file that has no name any more, and goes with its last user.
+def allocate(fd: int, size: int) -> bool:
+    """Reserve that many bytes on the disk for a file; whether its file system can promise them.
 
-    Where the disk has no room it is host memory, and a warning says so once.
+    Raises:
+        OSError: there is no room.
     """
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder, self.warned = folder, False
-
-    def take(self, size: int, pin: bool = False) -> torch.Tensor:
-        """``size`` bytes, [size] uint8; ``on_disk`` tells where."""
-        with torch.inference_mode(False):
-            try:
-                flat = _map_new(self.folder.path / f"rows-{secrets.token_hex(4)}", size)
-            except OSError as error:
-                if not self.warned:
-                    self.warned = True
-                    text = f"no room in {str(self.folder.path)!r} ({error.strerror}): kept tokens stay in host memory"
-                    warnings.warn(text, stacklevel=2)
-                return torch.empty(size, dtype=torch.uint8)
-        flat.on_disk = True  # type: ignore[attr-defined]
-        return flat
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FileMemory:
-        return FileMemory(self.folder)
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return False
+    return True
 
 
 def _map_new(path: Path, size: int) -> torch.Tensor:
-    """A file of that size, mapped for writing; its bytes are the disk's before anything is written to the map."""
+    """A file of that size without a name, mapped for writing; its bytes are the disk's before the map is written to:
+    where the disk is full, a sparse file would kill the process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        step = 1 << 24
-        for start in range(0, size, step):  # a sparse file would kill the process where the disk is full
-            write_fully(fd, torch.zeros(min(step, size - start), dtype=torch.uint8), start)
+        if not allocate(fd, size):
+            step = 1 << 24
+            for start in range(0, size, step):
+                write_fully(fd, torch.zeros(min(step, size - start), dtype=torch.uint8), start)
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     finally:
         os.close(fd)

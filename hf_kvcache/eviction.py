@@ -268,7 +268,6 @@ class EvictionLayer(KVLayer):
                 chunk.keys,
                 chunk.values,
                 position,
-                chunk.first,
                 mass,
                 queries,
                 self.memory,

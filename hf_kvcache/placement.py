@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from .codecs import State
-from .disk import FileMemory, Folder, LayerFile
+from .disk import Folder, LayerFile
 from .store import Slab, map_state, narrow
 from .tiers import DiskRows, HostRows, Layout, Rows, lay
 from .transfer import CudaLane, HostMemory, Lane, ReadAhead, Ticket
@@ -101,7 +101,6 @@ class Offloader:
     def __init__(self, placement: Offload) -> None:
         self.placement = placement
         self.folder = None if placement.directory is None else Folder(placement.directory)
-        self.files: FileMemory | None = None
         self.homes: list[Home] = []
         self.lanes: dict[torch.device, tuple[Lane, Lane | ReadAhead]] = {}
         self.reset()
@@ -116,7 +115,7 @@ class Offloader:
 
     def close(self) -> None:
         """Let go of the folder. The next use makes another one."""
-        self.folder = self.files = None
+        self.folder = None
 
     def home(self, index: int, residual: int) -> Home:
         """The home of layer ``index``; layers come in order. The last ``residual`` tokens are not sealed anyway."""
@@ -201,15 +200,9 @@ class Home:
         assert self.device is not None
         return self.offloader.lane(self.device)[0]
 
-    def memory(self) -> HostMemory | FileMemory:
+    def memory(self) -> HostMemory | Folder:
         """Of the far tier, for rows that are replaced in place."""
-        mine = self.offloader
-        if mine.placement.tier == "cpu":
-            return mine.host
-        assert mine.folder is not None
-        if mine.files is None or mine.files.folder is not mine.folder:
-            mine.files = FileMemory(mine.folder)
-        return mine.files
+        return self.offloader.folder or self.offloader.host
 
     def make_rows(self, layout: Layout, group: int) -> Rows:
         """Room in the far tier for one of the slabs."""

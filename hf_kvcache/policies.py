@@ -37,7 +37,6 @@ class Pool(NamedTuple):
     keys: torch.Tensor  # [B, H, q, Dk], as the model computed them
     values: torch.Tensor  # [B, H, q, Dv]
     position: torch.Tensor  # [B, H, q] int64, number among the row's own tokens; -1: a pad
-    first: int  # number of the first new token, pads counted
     mass: torch.Tensor | None  # [B, H, m + q] float32
     query: torch.Tensor | None  # [B, Hq, q, Dk]
     memory: dict[str, torch.Tensor]

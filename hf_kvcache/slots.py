@@ -170,6 +170,8 @@ class RaggedPart:
         self._slots = slots
         self.key_codec, self.value_codec, self.tokens = slots.key_codec, slots.value_codec, slots.used
         self.starts, self.sizes = slots.start, slots.size
+        for t in (self.starts, self.sizes):  # as the kernels read them
+            assert t.dim() == 2 and t.dtype == torch.int64 and t.is_contiguous(), t
         shape = (*slots.size.shape, slots.used)
         flat = lambda t: t.as_strided((*shape, *t.shape[1:]), (0, 0, *t.stride()))  # noqa: E731
         self.keys, self.values = map_state(slots.keys, flat), map_state(slots.values, flat)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .disk import FileMemory, LayerFile
+from .disk import Folder, LayerFile
 from .transfer import HostMemory, Lane
 
 ALIGN = 64  # bytes
@@ -112,7 +112,7 @@ class Rows(Protocol):
 class HostRows:
     """Rows in host memory, or in files that are mapped like it."""
 
-    def __init__(self, layout: Layout, host: HostMemory | FileMemory, pin: bool) -> None:
+    def __init__(self, layout: Layout, host: HostMemory | Folder, pin: bool) -> None:
         self.layout, self.host, self.pin = layout, host, pin
         self.chunks: list[tuple[int, int, torch.Tensor]] = []  # (first slot, rows, memory)
         self.copied = False
@@ -163,7 +163,7 @@ class HostRows:
 
     def settle(self) -> None:
         """A copy of pinned memory is not pinned, and one of a file is in host memory."""
-        if self.copied and (self.pin or isinstance(self.host, FileMemory)):
+        if self.copied and (self.pin or isinstance(self.host, Folder)):
             self.chunks = [(first, rows, self.host.take(len(f), self.pin).copy_(f)) for first, rows, f in self.chunks]
         self.copied = False
 

@@ -934,9 +934,6 @@ def _check_shapes(query: torch.Tensor, part: Part, mask: torch.Tensor | None) ->
             assert state.codes.element_size() == 1, state.codes.dtype
         if isinstance(state, Scaled):
             assert state.scale.shape[3] == 1 and state.scale.dtype == torch.float32, state.scale.shape
-    for t in (part.starts, part.sizes):
-        assert t is None or (t.shape == (batch, heads) and t.dtype == torch.int64 and t.is_contiguous()), t
-    assert part.starts is None or part.group == 1, part.group
     if mask is not None:
         assert mask.shape[3] == tokens, (mask.shape, tokens)
         pairs = zip(mask.shape[:3], query.shape[:3], strict=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from models import ReferenceLayer, prompt
+from models import ReferenceLayer, low_bits, prompt
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
@@ -348,30 +348,10 @@ class GroupedLayer(ReferenceLayer):
         keys, values = keys.clone(), values.clone()
         if end > sinks:
             across = keys[:, :, sealed].unflatten(2, (-1, group))
-            keys[:, :, sealed] = rounded(across, 3, self.bits[0]).flatten(2, 3)
+            keys[:, :, sealed] = low_bits(across, 3, self.bits[0])[0].flatten(2, 3)
             pieces = values[:, :, sealed].split(group, -1)
-            values[:, :, sealed] = torch.cat([rounded(piece, 3, self.bits[1]) for piece in pieces], -1)
+            values[:, :, sealed] = torch.cat([low_bits(piece, 3, self.bits[1])[0] for piece in pieces], -1)
         return keys, values
-
-
-def rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Each run of ``x`` along ``dim`` to 2^bits evenly spaced values; the step is a bfloat16, rounded up. Two bits: the
-    values are at both ends of the run's range, or in the middles of its quarters, whichever is closer to all of it."""
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    top = 2**bits - 1
-
-    def on(size: torch.Tensor, first: Any) -> torch.Tensor:
-        near = size.bfloat16()
-        step = torch.where(near < size, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()
-        zero = first(step)
-        return ((x / step - zero).round().clamp(0, top) + zero) * step
-
-    ends = on((high - low) / top, lambda step: (low / step).round())
-    if bits > 2:
-        return ends
-    middles = on((high - low) / (top + 0.875), lambda step: (((high + low) / step - top) * 4).round() / 8)
-    ends_error, error = (((y - x).double() ** 2).sum(dim, keepdim=True) for y in (ends, middles))
-    return torch.where(error < ends_error, middles, ends)
 
 
 class KeptLayer(DynamicLayer):

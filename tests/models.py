@@ -117,6 +117,30 @@ def round_trip(x: torch.Tensor, storage: str) -> torch.Tensor:
     return (codes * scale).to(x.dtype)
 
 
+def low_bits(x: torch.Tensor, over: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each run of ``x`` along ``over`` in 2^bits evenly spaced values, and their step: a bfloat16, rounded up.
+
+    Two bits: at both ends of the run's range, or in the middles of its quarters, whichever is closer to all of it.
+    """
+    top, unit = 2**bits - 1, {4: 1, 2: 8}[bits]
+    low, high = x.amin(over, keepdim=True), x.amax(over, keepdim=True)
+    far = torch.maximum(low.abs(), high.abs()) * unit / 32000
+    grids = []
+    for steps in (top, top + 1 - 1 / unit)[: 2 if bits == 2 else 1]:
+        step = torch.maximum((high - low) / steps, far)
+        step = torch.where(step < 1e-37, 1.0, step)
+        up = step.bfloat16().float()
+        up = torch.where(up < step, (up.view(torch.int32) + 0x10000).view(torch.float32), up)  # the next bfloat16
+        assert ((up >= step) & (up <= step * 1.01)).all()
+        zero = (low / up).round() if steps == top else (((high + low) / (2 * up) - top / 2) * unit).round() / unit
+        missed = x / up - zero
+        missed = (missed - missed.round().clamp(0, top)).square().sum(over, keepdim=True, dtype=torch.float64)
+        grids.append((missed * up.double() ** 2, zero, up))
+    better = grids[-1][0] < grids[0][0]
+    zero, up = (torch.where(better, grids[-1][i], grids[0][i]) for i in (1, 2))
+    return ((x / up - zero).round().clamp(0, top) + zero) * up, up
+
+
 class ReferenceLayer(DynamicLayer):
     """Every token, rounded once; ``update`` returns those that the new queries attend to, in token order."""
 

@@ -549,7 +549,7 @@ def test_expected_attention_is_its_formula(queries: int, steps: list[int]) -> No
         new = slice(start, stop)
         position = number[:, None, new].clamp_min(-1).expand(3, 2, -1)
         states = [x[:, :, new] for x in (q, k, v)]
-        pool = Pool(scores, scores.long(), *states[1:], position, start, None, states[0], memory, 0, rope)
+        pool = Pool(scores, scores.long(), *states[1:], position, None, states[0], memory, 0, rope)
         scores = policy.score(pool)
     for row in range(3):
         for head in range(2):

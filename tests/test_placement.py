@@ -211,19 +211,18 @@ def test_evicting_layers_lie_on_disk_in_files_without_a_name(tmp_path):
     assert [entry.name for entry in folder.iterdir()] == ["owner"]
 
 
-def test_kept_tokens_stay_in_memory_where_the_disk_is_full(tmp_path, monkeypatch):
+@pytest.mark.parametrize("promises", [True, False])  # whether the file system can reserve room
+def test_kept_tokens_stay_in_memory_where_the_disk_is_full(promises, tmp_path, monkeypatch):
     twins = Twins(2, "int8", "knorm(budget=0.5,sinks=2,recent=4)", **options_of("disk", tmp_path))
     twins.feed(12)
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "write_fully", full)
-        with pytest.warns(UserWarning, match="no room in .*stay in host memory"):
-            twins.feed(9)
-        assert twins.far.memory()["cpu"]["payload"] and not twins.far.memory()["disk"]["payload"]
-        twins.check()
+    full = FullDisk(monkeypatch, 0)
+    if not promises:
+        monkeypatch.delattr(disk.os, "posix_fallocate")
+    with pytest.warns(UserWarning, match="no room in .*stay in host memory"):
+        twins.feed(9)
+    assert twins.far.memory()["cpu"]["payload"] and not twins.far.memory()["disk"]["payload"]
+    twins.check()
+    full.room = 1 << 30
     for tokens in (1, 9, 1):
         twins.feed(tokens)
     twins.check()

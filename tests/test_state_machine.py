@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
-from models import llama_config, round_trip
+from models import llama_config, low_bits, round_trip
 from test_caches import memory_total, reachable_bytes
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -175,25 +175,8 @@ def grouped(x, codec):
         pieces, over = [groups], 3
     else:
         pieces, over = groups.split(codec.group, -1), -1
-    out, half, top, unit = [], [], 2**codec.bits - 1, {4: 1, 2: 8}[codec.bits]
-    for piece in pieces:
-        low, high = piece.amin(over, keepdim=True), piece.amax(over, keepdim=True)
-        far = torch.maximum(low.abs(), high.abs()) * unit / 32000
-        grids = []
-        for steps in (top, top + 1 - 1 / unit)[: 2 if codec.bits == 2 else 1]:
-            step = torch.maximum((high - low) / steps, far)
-            step = torch.where(step < 1e-37, 1.0, step)
-            up = step.bfloat16().float()
-            up = torch.where(up < step, (up.view(torch.int32) + 0x10000).view(torch.float32), up)  # the next bfloat16
-            assert ((up >= step) & (up <= step * 1.01)).all()
-            zero = (low / up).round() if steps == top else (((high + low) / (2 * up) - top / 2) * unit).round() / unit
-            missed = piece / up - zero
-            missed = (missed - missed.round().clamp(0, top)).square().sum(over, keepdim=True, dtype=torch.float64)
-            grids.append((missed * up.double() ** 2, zero, up))
-        better = grids[-1][0] < grids[0][0]
-        zero, up = (torch.where(better, grids[-1][i], grids[0][i]) for i in (1, 2))
-        out.append(((piece / up - zero).round().clamp(0, top) + zero) * up)
-        half.append((up / 2).expand_as(piece))
+    out, steps = zip(*(low_bits(piece, over, codec.bits) for piece in pieces), strict=True)
+    half = [(step / 2).expand_as(piece) for step, piece in zip(steps, pieces, strict=True)]
     return torch.cat(out, -1).flatten(2, 3), torch.cat(half, -1).flatten(2, 3)
 
 
