@@ -154,7 +154,7 @@ def streaming(records: list[Record], colours: dict[str, Any]) -> Any:
     bucket = records[-1]["settings"]["bucket"]
     for record in records:
         y, spec = record["metrics"]["perplexity"], record["spec"]
-        style = "--" if spec == "fresh" else "-"
+        style = "--" if spec.startswith("fresh") else "-"
         axes.plot([bucket * (i + 1) for i in range(len(y))], y, style, marker="o", label=spec, color=colours.get(spec))
     trained = records[-1]["metrics"].get("trained_length")
     if trained and trained < records[-1]["settings"]["tokens"]:

@@ -31,7 +31,6 @@ import torch
 
 from .attention import Part
 from .codecs import NEVER, Codec, rotation, turn
-from .cpu_build import LEVELS, find, source_hash
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 EIGHT_BITS = {"int8": 3, "fp8_e4m3": 4, "fp8_e5m2": 5}
@@ -69,6 +68,8 @@ def use(compiled: bool) -> None:
 
 def status() -> str:
     """One line: which kernel works, or why none does."""
+    from .cpu_build import find  # not above: ``python -m hf_kvcache.cpu_build`` would load it twice
+
     if not wanted:
         return "compiled kernel: turned off"
     found = find()
@@ -87,6 +88,8 @@ def load() -> Library | None:
 
     ``None`` where it is not built, or was built from another source.
     """
+    from .cpu_build import find
+
     path = find()
     found = {} if path is None else levels(path)
     return list(found.values())[-1] if found else None
@@ -94,6 +97,8 @@ def load() -> Library | None:
 
 def levels(path: Path) -> dict[str, Library]:
     """The levels in a library that this machine can run, simplest first; none where it is of another source."""
+    from .cpu_build import LEVELS, source_hash
+
     library = ctypes.CDLL(str(path))
     if (ctypes.c_char * 65).in_dll(library, "source_base").value.decode() != source_hash():
         return {}

@@ -162,60 +162,75 @@ class SnapKV(Policy):
 
 
 class Expected(Policy):
-    """Attention that future queries can be expected to pay (Devoto et al., arXiv:2510.00636).
+    """Attention that future queries can be expected to pay (after Devoto et al., arXiv:2510.00636).
 
-    Queries before rotation are taken as normal, q ~ N(mu, S), and rotated by the mean rotation R of the next ``future``
-    positions. A key k, turned back by all of R, k' = R' k, then expects
+    Future queries are taken to be like the row's last n = ``queries`` ones, q_i before rotation, at the next ``future``
+    positions. A key k, turned back by the mean rotation R of those, k' = R' k, then expects
 
-        score_j = (exp(mu . k'_j / sqrt(d) + k'_j' S k'_j / 2 d) / mean + epsilon) |v_j|
+        z_ij = q_i . k'_j / sqrt(d)          a_ij = exp(z_ij) / mean_j exp(z_ij)
+        score_j = max over its ``kernel`` neighbours of (mean_i a_ij + epsilon) |v_j|
 
-    averaged over the query heads of a KV head; ``mean`` is that of the exponentials of the tokens so far. A token is
-    scored once, when it comes. mu, S and the mean are those of the last ``queries`` queries of the row, older ones
-    fading out; the sinks' are left out. Many queries describe any text to come, few describe the question at hand
-    (docs/retention.md has what either finds). ``epsilon`` is in units of the attention to an average token.
+    averaged over the query heads of a KV head: 1 is the attention to an average token. With ``normal``, q ~ N(mu, S)
+    instead, the paper's closed form: one z_j = mu . k'_j / sqrt(d) + k'_j' S k'_j / 2 d, the mean of z_ij over i and
+    half its variance. Averaging attention instead of exp(z_ij) is what finds things: otherwise the queries with the
+    largest norms decide alone (docs/retention.md has both).
+
+    A token is scored once, when it comes. What a query pays an average token is estimated from the tokens that came
+    since it did, and before that from the queries before it, which count as n tokens.
     """
 
     needs, rolls_back = "queries", False
 
-    def __init__(self, future: int = 512, queries: int = 32, epsilon: float = 0.0) -> None:
-        if future < 1 or queries < 2:
-            raise ValueError(f"expected: future={future} and queries={queries} must be at least 1 and 2")
-        self.future, self.queries, self.epsilon = future, queries, epsilon
+    def __init__(
+        self, future: int = 512, queries: int = 32, kernel: int = 7, epsilon: float = 0.0, normal: bool = False
+    ) -> None:
+        if future < 1 or queries < 2 or kernel < 1 or kernel % 2 == 0:
+            raise ValueError(
+                f"expected: future={future}, queries={queries}, kernel={kernel}: at least 1, at least 2, and odd"
+            )
+        self.future, self.queries, self.kernel = future, queries, kernel
+        self.epsilon, self.normal = epsilon, normal
 
     def score(self, pool: Pool) -> torch.Tensor:
         own = pool.position[:, 0]  # [B, q]
-        share = self._learn(pool, own)[:, None, None, None]
-        keys, width = self._turned_back(pool, own), pool.keys.shape[-1]
-        along = (keys @ pool.memory["mean"][..., None])[..., 0]  # [B, H, G, q]
-        spread = ((keys @ pool.memory["square"]) * keys).sum(-1) - along.square()
-        logits = along / math.sqrt(width) + spread / (2 * width)
-        tokens = (own >= 0).sum(-1)[:, None, None, None].clamp_min(1)
-        level = logits.masked_fill((own < 0)[:, None, None], -math.inf).logsumexp(-1, keepdim=True) - tokens.log()
-        before = pool.memory.get("level", torch.full_like(level, -math.inf))
-        level = torch.where(share > 0, torch.logaddexp(before + (1 - share).log(), level + share.log()), before)
-        pool.memory["level"] = level
-        chance = (logits - level).clamp_max(80.0).exp().mean(2)  # what float32 can hold
-        return pool.after((chance + self.epsilon) * pool.values.float().norm(dim=-1))
+        query, level, known = self._recent(pool, own)
+        keys = self._turned_back(pool, own)
+        z = (query @ keys.transpose(-1, -2)) / math.sqrt(keys.shape[-1])  # [B, H, G, n, q]
+        weight = known[:, None, None, :, None] / known.sum(-1).clamp_min(1)[:, None, None, None, None]
+        if self.normal:
+            mean = (z * weight).sum(3, keepdim=True)
+            z = (mean + ((z - mean).square() * weight).sum(3, keepdim=True) / 2).expand_as(z)
+        real = (own >= 0)[:, None, None, None]
+        before = pool.memory.get("seen", torch.zeros_like(own[:, 0]))
+        new, trust = real.sum(-1), before.clamp_max(self.queries)[:, None, None, None]
+        paid = z.masked_fill(~real, -math.inf).logsumexp(-1)
+        level = (torch.logaddexp(level + trust.log(), paid) - (trust + new).clamp_min(1).log()).where(new > 0, level)
+        pool.memory["level"], pool.memory["seen"] = level, before + new[:, 0, 0, 0]
+        chance = ((z - level[..., None]).clamp_max(80.0).exp() * weight).sum(3).mean(2)  # 80: what float32 can hold
+        score = (chance + self.epsilon) * pool.values.float().norm(dim=-1)
+        score = score.masked_fill(pool.position < 0, 0.0)
+        return pool.after(F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2))
 
-    def _learn(self, pool: Pool, own: torch.Tensor) -> torch.Tensor:
-        """Take in the queries of this forward; their share [B] of what is known then.
-
-        Kept are the mean [B, H, G, D] and the second moment [B, H, G, D, D] of the queries before rotation."""
+    def _recent(self, pool: Pool, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The row's last queries before rotation [B, H, G, n, D], the log of what each pays an average token as far as
+        that was known [B, H, G, n], and which of them are there [B, n]."""
         assert pool.query is not None
-        query = pool.query.float()
+        query, memory = pool.query.float().unflatten(1, (pool.keys.shape[1], -1)), pool.memory  # [B, H, G, q, D]
+        number = memory.get("number", own[:, :0])
+        old, there = memory.get("level", query[..., :0, 0]), (number >= 0)[:, None, None]
+        typical = ((old * there).sum(-1) / there.sum(-1).clamp_min(1))[..., None].expand(query.shape[:-1])
+        turned = number.shape[1]  # those before it are without rotation already
+        number = torch.cat([number, own], 1)
+        order = number.argsort(dim=1, stable=True)[:, -self.queries :]
+        number, each = number.gather(1, order), order[:, None, None].expand(*query.shape[:3], -1)
+        level = torch.cat([old, typical], 3).gather(3, each)
+        query = torch.cat([memory.get("query", query[..., :0, :]), query], 3)
+        query = query.gather(3, each[..., None].expand(*each.shape, query.shape[-1]))
         if pool.rope is not None:
-            query = pool.rope.turn(query, -own)
-        query = query[:, :, -self.queries :].unflatten(1, (pool.keys.shape[1], -1))  # [B, H, G, n, D]
-        own = own[:, -self.queries :]
-        weight = ((own >= 4) | (own == own.amax(1, keepdim=True))) & (own >= 0)  # sinks' queries are unlike all others
-        count = weight.sum(1)  # [B]
-        known = pool.memory.get("count", torch.zeros_like(count)).minimum(self.queries - count)
-        share = count / (known + count).clamp_min(1)
-        part = query * (weight / count.clamp_min(1)[:, None])[:, None, None, :, None]
-        for name, new in (("mean", part.sum(3)), ("square", part.transpose(-1, -2) @ query)):
-            pool.memory[name] = torch.lerp(pool.memory.get(name, new), new, share.view(-1, *[1] * (new.dim() - 1)))
-        pool.memory["count"] = known + (own >= 4).sum(1)  # those of the sinks are forgotten when others come
-        return share
+            back = number.neg().masked_fill(order < turned, 0)
+            query = pool.rope.turn(query.flatten(1, 2), back).unflatten(1, query.shape[1:3])
+        memory["query"], memory["number"] = query, number
+        return query, level, number >= 0
 
     def _turned_back(self, pool: Pool, own: torch.Tensor) -> torch.Tensor:
         """Keys as queries before rotation see them from the positions to come, [B, H, 1, q, D]."""

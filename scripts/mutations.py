@@ -91,8 +91,15 @@ MUTATIONS = [
     fault(
         "expected attention turns queries on instead of back",
         "policies",
-        "query = pool.rope.turn(query, -own)",
-        "query = pool.rope.turn(query, own)",
+        "back = number.neg().masked_fill(order < turned, 0)",
+        "back = number.masked_fill(order < turned, 0)",
+        "test_eviction.py::test_expected_attention_is_its_formula",
+    ),
+    fault(
+        "expected attention forgets what earlier queries paid",
+        "policies",
+        "level = torch.cat([old, typical], 3)",
+        "level = torch.cat([old * 0, typical], 3)",
         "test_eviction.py::test_expected_attention_is_its_formula",
     ),
     fault(

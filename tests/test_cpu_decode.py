@@ -496,7 +496,7 @@ def test_a_failing_compiler_leaves_nothing(tmp_path, monkeypatch):
 def test_a_library_of_another_source_is_not_used(tmp_path, monkeypatch):
     shutil.copy(BUILT.path, tmp_path / "copy.so")
     assert cpu_decode.levels(tmp_path / "copy.so")
-    monkeypatch.setattr(cpu_decode, "source_hash", lambda: "0" * 64)
+    monkeypatch.setattr(cpu_build, "source_hash", lambda: "0" * 64)
     assert not cpu_decode.levels(tmp_path / "copy.so")
 
 

@@ -513,33 +513,44 @@ def test_reset_forgets_everything() -> None:
         assert torch.equal(feed(model, prompt(30), cache), first)
 
 
-def expect(rope, q, k, v, pads, queries, steps):
+def expect(rope, q, k, v, pads, steps, policy):
     """Expected attention of one row and KV head by its definition: q [G, n, D], k and v [n, D], ``pads`` first."""
-    plain, scores, level, known = rope.turn(q[None], -torch.arange(q.shape[1])[None] + pads)[0], [], 0.0, 0
+    plain, scores, level, seen = rope.turn(q[None], -torch.arange(q.shape[1])[None] + pads)[0], [], [], 0
     for start, stop in pairwise([0, *accumulate(steps)]):
         start = min(max(start, pads), stop)
         scores += [0.0] * (start - len(scores))
         if start == stop:
             continue
-        share, past = 1.0, [stop - 1]
-        if stop - pads > 4:  # the sinks' queries are left out, unless there are no others
-            new = min(stop - max(start, 4 + pads), queries)
-            known = min(known + new, queries)
-            share, past = new / known, range(stop - known, stop)
         turns = [rope.turn(torch.eye(8)[None, None], torch.full((1, 8), stop - pads + t))[0, 0].T for t in range(16)]
-        turn, keys, chance = torch.stack(turns).mean(0), k[start:stop], []
-        for own in plain[:, past]:
-            mean, cov = turn @ own.mean(0), turn @ torch.cov(own.T, correction=0) @ turn.T
-            chance.append((keys @ mean / math.sqrt(8) + torch.einsum("nd,de,ne->n", keys, cov, keys) / 16).exp())
-        level = (1 - share) * level + share * torch.stack(chance).mean(-1, keepdim=True)
-        scores += ((torch.stack(chance) / level).mean(0) * v[start:stop].norm(dim=-1)).tolist()
+        turn, keys = torch.stack(turns).mean(0), k[start:stop]
+        typical = sum(level) / max(len(level), 1)
+        level = [*level, *[typical] * (stop - start)][-policy.queries :]
+        last = plain[:, stop - len(level) : stop] @ turn.T  # [G, m, D]
+        if policy.normal:
+            mean, cov = last.mean(1), torch.stack([torch.cov(x.T, correction=0) for x in last])
+            z = mean @ keys.T / math.sqrt(8) + torch.einsum("nd,gde,ne->gn", keys, cov, keys) / 16
+            z = z[:, None].expand(-1, len(level), -1)
+        else:
+            z = last @ keys.T / math.sqrt(8)
+        trust, chance = min(seen, policy.queries), 0.0
+        for i, query in enumerate(z.unbind(1)):  # [G, n]
+            average = (trust * torch.as_tensor(level[i]).exp() + query.exp().sum(-1, keepdim=True)) / (
+                trust + stop - start
+            )
+            level[i] = average.log()
+            chance = chance + query.exp() / average / len(level)
+        own, reach = (chance.mean(0) + policy.epsilon) * v[start:stop].norm(dim=-1), policy.kernel // 2
+        scores += [own[max(j - reach, 0) : j + reach + 1].max().item() for j in range(len(own))]
+        seen += stop - start
     return torch.tensor(scores)
 
 
-@pytest.mark.parametrize("queries, steps", [(99, [40]), (12, [40]), (99, [10, 1, 20, 9]), (99, [3, 1, 1, 1, 34])])
-def test_expected_attention_is_its_formula(queries: int, steps: list[int]) -> None:
-    """Queries turned back, their mean and covariance turned on and averaged; rows that start late, as if alone."""
-    rope, policy, pads, memory = layer("expected").rope, POLICIES["expected"](16, queries), [0, 12, 5], {}
+@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("queries, steps", [(99, [40]), (12, [40]), (99, [10, 1, 20, 9]), (7, [3, 1, 1, 1, 34])])
+def test_expected_attention_is_its_formula(queries: int, steps: list[int], normal: bool) -> None:
+    """Queries turned back, keys turned on and averaged; rows that start late, as if alone."""
+    policy = POLICIES["expected"](16, queries, kernel=5, epsilon=0.1, normal=normal)
+    rope, pads, memory = layer("expected").rope, [0, 12, 5], {}
     q, k, v = torch.randn(3, 4, 40, 8), torch.randn(3, 2, 40, 8), torch.randn(3, 2, 40, 8)
     number = torch.arange(40) - torch.tensor(pads)[:, None]
     for row, own in enumerate(number):  # the model turned each row by its own positions
@@ -553,7 +564,7 @@ def test_expected_attention_is_its_formula(queries: int, steps: list[int]) -> No
         scores = policy.score(pool)
     for row in range(3):
         for head in range(2):
-            slow = expect(rope, q[row, 2 * head : 2 * head + 2], k[row, head], v[row, head], pads[row], queries, steps)
+            slow = expect(rope, q[row, 2 * head : 2 * head + 2], k[row, head], v[row, head], pads[row], steps, policy)
             torch.testing.assert_close(scores[row, head, pads[row] :], slow[pads[row] :], atol=1e-4, rtol=1e-3)
 
 

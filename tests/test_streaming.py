@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import pytest
@@ -63,6 +64,15 @@ def test_buckets_are_those_of_one_pass_and_fresh_ones_of_a_pass_that_starts_befo
     assert full["metrics"]["trained_length"] == 64
 
 
+def test_recomputation_starts_anew_as_often_as_it_says(cli, model, tmp_path):
+    out = tmp_path / "s.jsonl"
+    assert cli("--specs", "fresh(8, 16)", "--out", out) == ["fresh", "full", "fresh(8,16)"]
+    m, ids = records.read(out)[-1]["metrics"], prompt(129)
+    nll = [one_pass(model, ids[:, max(s - 8, 0) : s + 17])[min(s, 8) :] for s in range(0, 128, 16)]
+    assert m["perplexity"] == pytest.approx(torch.cat(nll).view(4, 32).mean(1).exp().tolist(), rel=1e-3)
+    assert m["tokens_kept"] == [24] * 4
+
+
 def test_a_window_is_a_mask_and_its_memory_is_constant(cli, model, tmp_path):
     out = tmp_path / "s.jsonl"
     cli("--specs", "sink(2,6)", "--out", out)
@@ -100,6 +110,8 @@ def test_too_short_a_text_is_said_and_leaves_no_record(cli, tmp_path):
         (["--tokens", "100"], "--tokens 100 is no multiple of --bucket 32"),
         (["--step", "5"], "--bucket 32 is no multiple of --step 5"),
         (["--bucket", "0"], "--bucket 0: give at least 1"),
+        (["--specs", "fresh(8,12)"], r"fresh\(8,12\) in --bucket 32 with --step 8: 12 does not fit"),
+        (["--specs", "fresh(8,0)"], r"fresh\(8,0\) in --bucket 32 with --step 8: 0 does not fit"),
     ],
 )
 def test_wrong_sizes_are_named_in_one_line(cli, arguments, message, tmp_path):
@@ -121,13 +133,48 @@ def test_learned_positions_cannot_stream_past_the_last_one():
 
 def test_the_table_compares_each_bucket_with_the_same_bucket(cli, tmp_path, capsys):
     def record(spec, perplexity):
-        metrics = {"perplexity": perplexity, "nbytes": [1e6, 2e6], "tokens_kept": [1, 2], "trained_length": 64}
-        return {"spec": spec, "settings": {"tokens": 4, "bucket": 2}, "metrics": metrics}
+        nll = [[math.log(x) + shift for x in perplexity for shift in (-0.25 * x, 0.25 * x)]]
+        metrics = {
+            "perplexity": perplexity,
+            "nbytes": [1e6, 2e6],
+            "tokens_kept": [1, 2],
+            "trained_length": 64,
+            "nll": nll,
+        }
+        return {"spec": spec, "settings": {"tokens": 4, "bucket": 2, "step": 1}, "metrics": metrics}
 
     lines = streaming.table([record("fresh", [2.0, 4.0]), record("full", [1.0, 8.0]), record("int8", [3.0, 6.0])])
     shown = [row.split() for row in lines.splitlines()]
-    assert shown[-3] == ["int8", "3.00", "6.00", "1.00", "2.00"]
-    assert shown[-2] == ["against", "fresh", "1.50x", "1.50x"] and shown[-1] == ["against", "full", "3.00x", "0.75x"]
+    assert shown[-5] == ["int8", "3.00", "6.00", "1.00", "2.00"]
+    assert shown[-4] == ["against", "fresh", "1.500x", "1.500x"]
+    assert shown[-2] == ["against", "full", "3.000x", "0.750x"]
+    # Differences of the two steps: log 1.5 -+ 0.25 of the perplexities' difference (1 and 2).
+    assert shown[-3] == ["standard", "error", "0.375", "0.750"]
+
+
+def test_streams_are_stretches_of_the_text_and_share_their_buckets(cli, model, tmp_path):
+    out = tmp_path / "s.jsonl"
+    cli("--specs", "sink(2,6)", "--streams", 2, "--tokens", 64, "--out", out)
+    ids = prompt(129)
+    for record in records.read(out):
+        spec, m = record["spec"], record["metrics"]
+        args = argparse.Namespace(streams=1, tokens=64, bucket=32, step=8, attn="kvcache", context=16)
+        alone = [streaming.measure(model, part, spec, args, lambda n: None) for part in (ids[:, :65], ids[:, 64:])]
+        assert m["nll"] == [alone[0]["nll"][0], alone[1]["nll"][0]]
+        logs = [[math.log(x) for x in stream["perplexity"]] for stream in alone]
+        assert m["perplexity"] == pytest.approx([math.exp((a + b) / 2) for a, b in zip(*logs, strict=True)])
+        assert m["tokens_kept"] == alone[0]["tokens_kept"] and m["nbytes"] == alone[0]["nbytes"]
+
+
+def test_the_error_of_a_ratio_is_that_of_independent_steps(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(1, 4000, generator=generator)
+    other = base + torch.randn(1, 4000, generator=generator) * 0.5
+    same = {"settings": {"bucket": 4000, "step": 1}}
+    pair = [{**same, "metrics": {"nll": x.tolist(), "perplexity": [x.mean().exp().item()]}} for x in (other, base)]
+    value, error = streaming.ratio(*pair, 0)
+    assert value == pytest.approx((other - base).mean().exp().item(), rel=1e-5)
+    assert error == pytest.approx(0.5 / math.sqrt(4000), rel=0.05)
 
 
 def test_the_picture_comes_from_the_records(cli, tmp_path, capsys):
@@ -151,5 +198,5 @@ def test_without_matplotlib_the_table_is_still_there(cli, tmp_path, monkeypatch,
 
 def test_an_infinite_perplexity_is_no_crash(model, monkeypatch):
     monkeypatch.setattr(streaming, "surprise", lambda *args: torch.full((4,), 1e4))
-    args = type("Args", (), {"tokens": 8, "bucket": 4, "step": 2, "context": 2, "attn": "sdpa"})
+    args = type("Args", (), {"streams": 1, "tokens": 8, "bucket": 4, "step": 2, "context": 2, "attn": "sdpa"})
     assert streaming.measure(model, prompt(9), "full", args, lambda n: None)["perplexity"] == [math.inf, math.inf]
