@@ -259,6 +259,7 @@ class _Layer:
         self.window = getattr(layer, "sliding_window", None)
         self.home = getattr(layer, "home", None)
         self.empty = _empty_kind(made)
+        self.query_heads = getattr(made.config, "num_attention_heads", None)
         self.latent = self.shapes.heads == 1 and self.shapes.widths[0] == getattr(made.config, "kv_lora_rank", None)
 
     def looks(self) -> tuple[Any, ...]:
@@ -281,7 +282,10 @@ class _Layer:
         return [Held(plain.key_codec, plain.value_codec, min(context, self.window or context))]
 
     def bytes(self, context: int, ahead: bool = False) -> int:
-        """Keys and values; with ``ahead`` also the rows that growing slabs may have allocated for later tokens."""
+        """Keys and values, and what a policy remembers beside them (without tables of rotations, which rows share).
+
+        With ``ahead`` also the rows that growing slabs may have allocated for later tokens.
+        """
         shapes, total = self.shapes, 0
         for run in self.held(context):
             group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
@@ -291,6 +295,9 @@ class _Layer:
                 size = row_bytes(codec, shapes.heads, width, dtype)  # type: ignore[arg-type]  # (a codec is hashable)
                 total += -(-(run.tokens + extra) // codec.group) * size
             total += (run.tokens + extra) * shapes.heads * run.beside
+        policy = getattr(self.layer, "policy", None)
+        if policy is not None:
+            total += policy.memory_bytes(shapes.heads, self.query_heads or shapes.heads, shapes.widths[0], context)
         return total
 
     def far(self, context: int) -> int:

@@ -65,6 +65,10 @@ class Policy:
     def score(self, pool: Pool) -> torch.Tensor:
         raise NotImplementedError
 
+    def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
+        """Bytes of ``pool.memory`` for one row of ``seen`` tokens; ``width`` is that of a key."""
+        return 0
+
 
 class Random(Policy):
     """The control: what a budget is worth without any policy. A hash of (seed, layer, head, position)."""
@@ -102,6 +106,9 @@ class KeyDiff(Policy):
             total = total + pool.memory["anchor"]
         pool.memory["anchor"] = total
         return pool.after(-(unit @ F.normalize(total, dim=-1)[..., None])[..., 0])
+
+    def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
+        return 4 * heads * width
 
 
 class Tova(Policy):
@@ -240,6 +247,9 @@ class Expected(Policy):
             keys = pool.rope.turn(keys, -end.expand_as(own))
             keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
         return keys[:, :, None]
+
+    def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
+        return min(self.queries, seen) * (4 * query_heads * (width + 1) + 8) + 8
 
 
 POLICIES: dict[str, type[Policy]] = {

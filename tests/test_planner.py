@@ -22,6 +22,7 @@ from eval.memory import PeakBytes
 from hf_kvcache import KVCache, plan
 from hf_kvcache.__main__ import main
 from hf_kvcache.planner import UNLIMITED, _Layer, parse_memory
+from hf_kvcache.policies import POLICIES
 from hf_kvcache.shapes import AnyValue, outline
 
 TOKENS = 300
@@ -175,6 +176,17 @@ def test_every_spec_of_every_family_is_within_two_percent(family, batch):
         assert sum(said.bytes_by_type.values()) == said.cache_bytes == said.device_bytes
         if "sliding" not in said.layers_by_type:  # a native window holds one token less right after a prompt
             assert said.cache_bytes == measured, spec
+
+
+@pytest.mark.parametrize("seen", [20, 50])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_policy_remembers_is_counted(policy, seen):
+    model = build(llama_config(2), "kvcache")
+    spec = f"int8+{policy}(budget=24,sinks=2,recent=4)"
+    cache = KVCache.from_spec(model.config, spec)
+    feed(model, prompt(seen, 3), cache)
+    tables = sum(t.nbytes for layer in cache.layers if layer.rope for t in layer.rope.tensors())
+    assert plan(model.config, seen, 3, spec=spec).cache_bytes == cache.nbytes - tables
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
