@@ -28,6 +28,8 @@ import torch.nn.functional as F
 
 from .rope import Rope
 
+WORKSPACE = 1 << 24  # most float32 numbers of a tensor of [queries, keys]
+
 
 class Pool(NamedTuple):
     """What one forward brought, for a policy to look at. m tokens were held before, q are new."""
@@ -201,22 +203,37 @@ class Expected(Policy):
     def score(self, pool: Pool) -> torch.Tensor:
         own = pool.position[:, 0]  # [B, q]
         query, level, known = self._recent(pool, own)
-        keys = self._turned_back(pool, own)
-        z = (query @ keys.transpose(-1, -2)) / math.sqrt(keys.shape[-1])  # [B, H, G, n, q]
         weight = known[:, None, None, :, None] / known.sum(-1).clamp_min(1)[:, None, None, None, None]
+        blocks = torch.arange(own.shape[1]).split(max(WORKSPACE // level.numel(), 1))
+        made = [self._logits(pool, own, query, weight, blocks[0])] if len(blocks) == 1 else None
+        each = lambda: made or (self._logits(pool, own, query, weight, block) for block in blocks)  # noqa: E731
+        new, before = (own >= 0).sum(-1), pool.memory.get("seen", torch.zeros_like(own[:, 0]))
+        trust = before.clamp_max(self.queries)[:, None, None, None]
+        paid = torch.stack([z.logsumexp(-1) for z in each()]).logsumexp(0)
+        now = torch.logaddexp(level + trust.log(), paid) - (trust + new[:, None, None, None]).clamp_min(1).log()
+        level = torch.where(new[:, None, None, None] > 0, now, level)
+        pool.memory["level"], pool.memory["seen"] = level, before + new
+        most = 80.0  # what exp can take in float32
+        attention = [((z - level[..., None]).clamp_max(most).exp() * weight).sum(3).mean(2) for z in each()]
+        size = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
+        score = ((torch.cat(attention, -1) + self.epsilon) * size).masked_fill(pool.position < 0, 0.0)
+        return pool.after(F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2))
+
+    def _logits(
+        self, pool: Pool, own: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, block: torch.Tensor
+    ) -> torch.Tensor:
+        """z [B, H, G, n, block] of some of the new tokens; -inf for pads."""
+        some = slice(int(block[0]), int(block[-1]) + 1)
+        keys = pool.keys[:, :, some].float()
+        if pool.rope is not None:
+            end = own.amax(1, keepdim=True) + 1  # where the positions to come begin
+            keys = pool.rope.turn(keys, -end.expand(-1, len(block)))
+            keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
+        z = (query @ keys[:, :, None].transpose(-1, -2)) / math.sqrt(keys.shape[-1])
         if self.normal:
             mean = (z * weight).sum(3, keepdim=True)
             z = (mean + ((z - mean).square() * weight).sum(3, keepdim=True) / 2).expand_as(z)
-        real = (own >= 0)[:, None, None, None]
-        before = pool.memory.get("seen", torch.zeros_like(own[:, 0]))
-        new, trust = real.sum(-1), before.clamp_max(self.queries)[:, None, None, None]
-        paid = z.masked_fill(~real, -math.inf).logsumexp(-1)
-        level = (torch.logaddexp(level + trust.log(), paid) - (trust + new).clamp_min(1).log()).where(new > 0, level)
-        pool.memory["level"], pool.memory["seen"] = level, before + new[:, 0, 0, 0]
-        chance = ((z - level[..., None]).clamp_max(80.0).exp() * weight).sum(3).mean(2)  # 80: what float32 can hold
-        score = (chance + self.epsilon) * pool.values.float().norm(dim=-1)
-        score = score.masked_fill(pool.position < 0, 0.0)
-        return pool.after(F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2))
+        return z.masked_fill((own[:, some] < 0)[:, None, None, None], -math.inf)
 
     def _recent(self, pool: Pool, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The row's last queries before rotation [B, H, G, n, D], the log of what each pays an average token as far as
@@ -238,15 +255,6 @@ class Expected(Policy):
             query = pool.rope.turn(query.flatten(1, 2), back).unflatten(1, query.shape[1:3])
         memory["query"], memory["number"] = query, number
         return query, level, number >= 0
-
-    def _turned_back(self, pool: Pool, own: torch.Tensor) -> torch.Tensor:
-        """Keys as queries before rotation see them from the positions to come, [B, H, 1, q, D]."""
-        keys = pool.keys.float()
-        if pool.rope is not None:
-            end = own.amax(1, keepdim=True) + 1
-            keys = pool.rope.turn(keys, -end.expand_as(own))
-            keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
-        return keys[:, :, None]
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return min(self.queries, seen) * (4 * query_heads * (width + 1) + 8) + 8

@@ -12,7 +12,7 @@ from models import build, feed, greedy, llama, llama_config, prompt
 from test_caches import padded
 from transformers import DynamicCache, GPT2Config
 
-from hf_kvcache import EvictionCache, KVCache, SinkWindowCache
+from hf_kvcache import EvictionCache, KVCache, SinkWindowCache, policies
 from hf_kvcache.attention import kvcache_attention
 from hf_kvcache.eviction import EvictionLayer, Ragged
 from hf_kvcache.policies import POLICIES, Pool
@@ -545,10 +545,13 @@ def expect(rope, q, k, v, pads, steps, policy):
     return torch.tensor(scores)
 
 
-@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("normal, block", [(False, 1 << 24), (True, 1 << 24), (False, 900)])
 @pytest.mark.parametrize("queries, steps", [(99, [40]), (12, [40]), (99, [10, 1, 20, 9]), (7, [3, 1, 1, 1, 34])])
-def test_expected_attention_is_its_formula(queries: int, steps: list[int], normal: bool) -> None:
+def test_expected_attention_is_its_formula(
+    queries: int, steps: list[int], normal: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries turned back, keys turned on and averaged; rows that start late, as if alone."""
+    monkeypatch.setattr(policies, "WORKSPACE", block)
     policy = POLICIES["expected"](16, queries, kernel=5, epsilon=0.1, normal=normal)
     rope, pads, memory = layer("expected").rope, [0, 12, 5], {}
     q, k, v = torch.randn(3, 4, 40, 8), torch.randn(3, 2, 40, 8), torch.randn(3, 2, 40, 8)
