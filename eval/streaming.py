@@ -67,7 +67,8 @@ def check(args: argparse.Namespace) -> None:
         every = (recomputed(spec, args) or (0, args.bucket))[1]
         if not every or args.bucket % every or every % args.step:
             raise ValueError(
-                f"{spec} in --bucket {args.bucket} with --step {args.step}: {every} does not fit into them"
+                f"{spec}: give C and R of fresh(C,R) so that R divides --bucket {args.bucket} "
+                f"and --step {args.step} divides R"
             )
 
 
@@ -107,9 +108,9 @@ def run(args: argparse.Namespace) -> None:
 
 def recomputed(spec: str, args: argparse.Namespace) -> tuple[int, int] | None:
     """(tokens of context, tokens after which it starts anew) of a `fresh` spec; ``None`` for a cache."""
-    numbers = re.fullmatch(FRESH + r"\((\d+),(\d+)\)", spec.replace(" ", ""))
-    if numbers:
-        return int(numbers[1]), int(numbers[2])
+    if spec.startswith(FRESH + "("):
+        numbers = re.fullmatch(FRESH + r"\((\d+),(\d+)\)", spec.replace(" ", ""))
+        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)  # refused by ``check``
     return (args.context, args.bucket) if spec == FRESH else None
 
 
@@ -197,7 +198,10 @@ def table(results: list[records.Record]) -> str:
             if other != spec:
                 pairs = [ratio(record, known[other], bucket) for bucket in range(len(starts))]
                 lines.append(f"{'':<6}{'against ' + other:<30}" + "".join(f"{x:>8.3f}x" for x, _ in pairs))
-                lines.append(f"{'':<6}{'standard error':<30}" + "".join(f"{error:>8.3f} " for _, error in pairs))
+                lines.append(
+                    f"{'':<6}{'standard error':<30}"
+                    + "".join(f"{error:>8.3f} " for _, error in pairs).replace("nan", "  -")
+                )
     return "\n".join(lines)
 
 

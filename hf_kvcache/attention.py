@@ -529,12 +529,14 @@ def _attend_observed(
     """Attention under importance eviction: the layer says who sees what, and is told afterwards what was looked at."""
     history, queries = key.history, query.shape[2]
     parts, observer = history.parts, history.observer
-    mask, first = observer.mask(attention_mask, queries), observer.first_observed(queries)
+    mask = observer.mask(attention_mask, queries)
+    first, observed = observer.first_observed(attention_mask, queries)
     mass, tokens = None, sum(part.tokens for part in parts)
     if first is not None:
         mass = query.new_zeros(query.shape[0], parts[-1].keys[0].shape[1], tokens, dtype=torch.float32)
     with torch.no_grad(), full_precision(query.device):
-        if first == 0:
+        at_once = first == 0 and observed is None
+        if at_once:
             seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
         elif mask is None and queries == tokens > 1 and softcap is None and s_aux is None:
@@ -544,11 +546,11 @@ def _attend_observed(
         else:
             seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
             out = attend(query, parts, scaling, seen, softcap, s_aux)
-        if first:
-            assert mass is not None
-            rows = (_causal(queries, tokens, query.device) if mask is None else mask)[..., first:, :]
+        if mass is not None and not at_once:
+            rows = _causal(queries, tokens, query.device) if mask is None else mask
+            rows = (rows if observed is None else rows & observed)[..., first:, :]
             add_mass(mass, query[:, :, first:], parts, scaling, rows, softcap, s_aux)
-        observer.observe(getattr(module, "layer_idx", None), query, mass, attention_mask)
+        observer.observe(getattr(module, "layer_idx", None), query, mass, attention_mask, scaling)
     return out
 
 

@@ -132,6 +132,8 @@ def rotary(config: Any, layer: int) -> tuple[Any, Callable[..., Any], str | None
     ]
     if not parameters or apply is None or len(found) != 1:
         raise ValueError(f"{name} has no rotary positions that are known here")
+    if config.model_type.startswith("hunyuan"):
+        raise ValueError(f"{name} normalises keys after their rotation, which cannot be undone")
     types = getattr(config, "layer_types", None)
     kind = types[layer] if types else None
     if isinstance(parameters.get(kind), dict):
@@ -146,11 +148,20 @@ def rotary(config: Any, layer: int) -> tuple[Any, Callable[..., Any], str | None
     return embed, apply, kind, parameters["rope_type"]
 
 
+ROTATES_SLIDING = ("afmoe", "cohere2", "cohere2_moe", "flint")  # in their sliding layers only
+ROTATES_SLIDING_IF_ANY = ("exaone4", "exaone4_5", "exaone_moe", "kolibri1")  # or everywhere, without a window
+
+
 def uses_rotary(config: Any, layer: int) -> bool:
     """Whether this layer rotates at all: some models leave it out in a few layers (NoPE)."""
     flags = getattr(config, "no_rope_layers", None)
     if flags:
         return bool(flags[layer])
-    if config.model_type == "cohere2":  # rotates in its sliding layers only
-        return config.layer_types[layer] != "full_attention"
+    kind = config.model_type
+    if kind in (*ROTATES_SLIDING, *ROTATES_SLIDING_IF_ANY) and config.layer_types[layer] != "sliding_attention":
+        if kind == "cohere2_moe" and config.mlp_layer_types[layer] == "dense":
+            return bool(config.prefix_dense_sliding_window_pattern == 1)
+        return kind in ROTATES_SLIDING_IF_ANY and config.sliding_window is None
+    if not getattr(config, "use_mem_rope", True):  # Zamba2
+        return False
     return bool(getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None))

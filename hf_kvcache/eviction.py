@@ -111,7 +111,7 @@ class EvictionLayer(KVLayer):
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
-        self.read: tuple[Any, Any, Any] | None = None  # what the first layer that read what is pending saw
+        self.read: tuple[Any, Any, Any, float] | None = None  # what the first layer that read what is pending saw
 
     # -- transformers: growing ---------------------------------------------------------------------------------------
 
@@ -212,10 +212,10 @@ class EvictionLayer(KVLayer):
             held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
         shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
         seen = torch.cat([held.expand(*shape, queries, width), own.expand(*shape, queries, new)], -1)
-        if attention_mask is None or self.own is None and not width:
+        if attention_mask is None:
             return seen
-        seen &= own[:, :, -1, new - queries :, None]  # pads look at nothing: scores are made of what queries look at
-        return seen
+        # Pads look at nothing: scores are made of what queries look at.
+        return seen & own[:, :, -1, new - queries :, None]
 
     def _empties(self) -> torch.Tensor | None:
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
@@ -224,26 +224,45 @@ class EvictionLayer(KVLayer):
         pieces = [slots.positions().flatten(2) for slots in self._containers()]
         return (torch.cat(pieces, -1) >= 0)[:, :, None] if pieces else None
 
-    def first_observed(self, queries: int) -> int | None:
-        """The first of these queries, the last new ones, whose attention mass is wanted; ``None``: no mass."""
-        wanted = self.policy.needs == "mass" and self.read is None
-        return self.policy.first_observed(queries) if wanted else None
+    def first_observed(
+        self, attention_mask: torch.Tensor | None, queries: int
+    ) -> tuple[int | None, torch.Tensor | None]:
+        """The first of these queries, the last new ones, whose attention mass is wanted (``None``: no mass), and which
+        ones are, [B, 1, q, 1], where rows differ: each row counts its own, without pads."""
+        if self.policy.needs != "mass" or self.read is not None:
+            return None, None
+        first = self.policy.first_observed(queries)
+        if attention_mask is None or first == 0:
+            return first, None
+        real = allowed(attention_mask)[:, 0, -1, -queries:]  # [B, q]
+        wanted = torch.tensor([n - self.policy.first_observed(n) for n in real.sum(-1).tolist()], device=real.device)
+        observed = real & (real.flip(1).cumsum(1).flip(1) <= wanted[:, None])
+        return int(observed.any(0).int().argmax()), observed[:, None, :, None]
 
     def observe(
-        self, reader: int | None, query: torch.Tensor, mass: torch.Tensor | None, attention_mask: torch.Tensor | None
+        self,
+        reader: int | None,
+        query: torch.Tensor,
+        mass: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
     ) -> None:
         """What the attention of layer ``reader`` saw; after the last layer that reads these keys, as ``settle``.
 
         Where layers share keys, only the one that made them counts: others may leave out queries.
         """
-        self.read = self.read or (query, mass, attention_mask)
+        self.read = self.read or (query, mass, attention_mask, scaling)
         if reader is None or reader >= self.last_reader:
             self.settle(*self.read)
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def settle(
-        self, query: torch.Tensor | None, mass: torch.Tensor | None, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor | None,
+        mass: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        scaling: float = 1.0,
     ) -> None:
         """Score everything, and let go of what is beyond the budget.
 
@@ -251,6 +270,7 @@ class EvictionLayer(KVLayer):
             query: [B, Hq, q, D].
             mass: [B, H, m + q] float32.
             attention_mask: as transformers made it; its last columns say which new tokens are pads.
+            scaling: of the scores.
         """
         chunk, self.pending, self.read = self.pending, None, None
         assert chunk is not None
@@ -273,6 +293,7 @@ class EvictionLayer(KVLayer):
                 self.memory,
                 self.index,
                 self.rope,
+                scaling,
             )
         )
         for slots in self._containers():

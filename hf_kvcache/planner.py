@@ -286,8 +286,8 @@ class _Layer:
 
         With ``ahead`` also the rows that growing slabs may have allocated for later tokens.
         """
-        shapes, total = self.shapes, 0
-        for run in self.held(context):
+        shapes, held, total = self.shapes, self.held(context), 0
+        for run in held:
             group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
             extra = max(16, run.tokens // 128) + group if ahead and isinstance(self.layer, KVLayer) else 0
             codecs = (run.key_codec, run.value_codec)
@@ -298,6 +298,7 @@ class _Layer:
         policy = getattr(self.layer, "policy", None)
         if policy is not None:
             total += policy.memory_bytes(shapes.heads, self.query_heads or shapes.heads, shapes.widths[0], context)
+            total += 16 * shapes.heads * self.layer.retention.adaptive * (sum(run.tokens for run in held) < context)
         return total
 
     def far(self, context: int) -> int:

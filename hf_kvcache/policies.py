@@ -20,6 +20,7 @@ KV head.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from .rope import Rope
+from .slots import by_number
 
 WORKSPACE = 1 << 24  # most float32 numbers of a tensor of [queries, keys]
 
@@ -40,10 +42,11 @@ class Pool(NamedTuple):
     values: torch.Tensor  # [B, H, q, Dv]
     position: torch.Tensor  # [B, H, q] int64, number among the row's own tokens; -1: a pad
     mass: torch.Tensor | None  # [B, H, m + q] float32
-    query: torch.Tensor | None  # [B, Hq, q, Dk]
+    query: torch.Tensor | None  # [B, Hq, q, Dk], as the model computed them
     memory: dict[str, torch.Tensor]
     layer: int
     rope: Rope | None
+    scaling: float = 1.0  # of scores: softmax(scaling q . k)
 
     @property
     def decoding(self) -> bool:
@@ -61,7 +64,7 @@ class Policy:
     rolls_back = True  # scores after a rollback are what they were before
 
     def first_observed(self, queries: int) -> int:
-        """Of ``queries`` new queries, the first whose attention mass is wanted."""
+        """Of a row's ``queries`` new queries, the first whose attention mass is wanted."""
         return 0
 
     def score(self, pool: Pool) -> torch.Tensor:
@@ -76,6 +79,8 @@ class Random(Policy):
     """The control: what a budget is worth without any policy. A hash of (seed, layer, head, position)."""
 
     def __init__(self, seed: int = 0) -> None:
+        if not 0 <= seed < 1 << 32:
+            raise ValueError(f"random: seed={seed} is not in 0 to {(1 << 32) - 1}")
         self.seed = seed
 
     def score(self, pool: Pool) -> torch.Tensor:
@@ -163,11 +168,15 @@ class SnapKV(Policy):
         assert pool.mass is not None
         if pool.decoding and pool.scores.shape[-1]:
             return pool.after(torch.zeros_like(pool.mass[..., :1])) * (1 - 1 / self.window) + pool.mass
-        number = torch.cat([pool.held, pool.position], -1)  # slots lie in any order: neighbours are those in the text
-        order = number.masked_fill(number < 0, torch.iinfo(number.dtype).max).argsort(dim=-1, stable=True)
-        smooth = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        smoothed = smooth(pool.mass.gather(2, order), self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.empty_like(smoothed).scatter_(2, order, smoothed)
+        return smoothed(pool.mass, torch.cat([pool.held, pool.position], -1), self.kernel, self.pool)
+
+
+def smoothed(scores: torch.Tensor, number: torch.Tensor, kernel: int, pool: str = "max") -> torch.Tensor:
+    """Scores [B, H, n] pooled over neighbours in the row's own text, whatever their order and the pads between them."""
+    order = by_number(number)
+    smooth = F.max_pool1d if pool == "max" else F.avg_pool1d
+    pooled = smooth(scores.gather(2, order), kernel, stride=1, padding=kernel // 2)
+    return torch.empty_like(pooled).scatter_(2, order, pooled)
 
 
 class Expected(Policy):
@@ -176,13 +185,13 @@ class Expected(Policy):
     Future queries are taken to be like the row's last n = ``queries`` ones, q_i before rotation, at the next ``future``
     positions. A key k, turned back by the mean rotation R of those, k' = R' k, then expects
 
-        z_ij = q_i . k'_j / sqrt(d)          a_ij = exp(z_ij) / mean_j exp(z_ij)
+        z_ij = s q_i . k'_j          a_ij = exp(z_ij) / mean_j exp(z_ij)
         score_j = max over its ``kernel`` neighbours of (mean_i a_ij + epsilon) |v_j|
 
-    averaged over the query heads of a KV head: 1 is the attention to an average token. With ``normal``, q ~ N(mu, S)
-    instead, the paper's closed form: one z_j = mu . k'_j / sqrt(d) + k'_j' S k'_j / 2 d, the mean of z_ij over i and
-    half its variance. Averaging attention instead of exp(z_ij) is what finds things: otherwise the queries with the
-    largest norms decide alone (docs/retention.md has both).
+    averaged over the query heads of a KV head: 1 is the attention to an average token; s is the model's scaling,
+    1 / sqrt(d) for most. With ``normal``, q ~ N(mu, S) instead, the paper's closed form: one z_j = s mu . k'_j
+    + s^2 k'_j' S k'_j / 2, the mean of z_ij over i and half its variance. Averaging attention instead of exp(z_ij) is
+    what finds things: otherwise the queries with the largest norms decide alone (docs/retention.md has both).
 
     A token is scored once, when it comes. What a query pays an average token is estimated from the tokens that came
     since it did, and before that from the queries before it, which count as n tokens.
@@ -193,9 +202,10 @@ class Expected(Policy):
     def __init__(
         self, future: int = 512, queries: int = 32, kernel: int = 7, epsilon: float = 0.0, normal: bool = False
     ) -> None:
-        if future < 1 or queries < 2 or kernel < 1 or kernel % 2 == 0:
+        if future < 1 or queries < 2 or kernel < 1 or kernel % 2 == 0 or epsilon < 0:
             raise ValueError(
-                f"expected: future={future}, queries={queries}, kernel={kernel}: at least 1, at least 2, and odd"
+                f"expected: future={future}, queries={queries}, kernel={kernel}, epsilon={epsilon}: "
+                "future >= 1, queries >= 2, an odd kernel, epsilon >= 0"
             )
         self.future, self.queries, self.kernel = future, queries, kernel
         self.epsilon, self.normal = epsilon, normal
@@ -217,7 +227,7 @@ class Expected(Policy):
         attention = [((z - level[..., None]).clamp_max(most).exp() * weight).sum(3).mean(2) for z in each()]
         size = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
         score = ((torch.cat(attention, -1) + self.epsilon) * size).masked_fill(pool.position < 0, 0.0)
-        return pool.after(F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2))
+        return pool.after(smoothed(score, pool.position, self.kernel))
 
     def _logits(
         self, pool: Pool, own: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, block: torch.Tensor
@@ -229,7 +239,7 @@ class Expected(Policy):
             end = own.amax(1, keepdim=True) + 1  # where the positions to come begin
             keys = pool.rope.turn(keys, -end.expand(-1, len(block)))
             keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
-        z = (query @ keys[:, :, None].transpose(-1, -2)) / math.sqrt(keys.shape[-1])
+        z = (query @ keys[:, :, None].transpose(-1, -2)) * pool.scaling
         if self.normal:
             mean = (z * weight).sum(3, keepdim=True)
             z = (mean + ((z - mean).square() * weight).sum(3, keepdim=True) / 2).expand_as(z)
@@ -239,25 +249,35 @@ class Expected(Policy):
         """The row's last queries before rotation [B, H, G, n, D], the log of what each pays an average token as far as
         that was known [B, H, G, n], and which of them are there [B, n]."""
         assert pool.query is not None
-        query, memory = pool.query.float().unflatten(1, (pool.keys.shape[1], -1)), pool.memory  # [B, H, G, q, D]
-        number = memory.get("number", own[:, :0])
-        old, there = memory.get("level", query[..., :0, 0]), (number >= 0)[:, None, None]
-        typical = ((old * there).sum(-1) / there.sum(-1).clamp_min(1))[..., None].expand(query.shape[:-1])
-        turned = number.shape[1]  # those before it are without rotation already
-        number = torch.cat([number, own], 1)
-        order = number.argsort(dim=1, stable=True)[:, -self.queries :]
-        number, each = number.gather(1, order), order[:, None, None].expand(*query.shape[:3], -1)
-        level = torch.cat([old, typical], 3).gather(3, each)
-        query = torch.cat([memory.get("query", query[..., :0, :]), query], 3)
-        query = query.gather(3, each[..., None].expand(*each.shape, query.shape[-1]))
+        memory, heads = pool.memory, pool.keys.shape[1]
+        query, number = _last(pool.query, own, self.queries)
+        query = query.float()
         if pool.rope is not None:
-            back = number.neg().masked_fill(order < turned, 0)
-            query = pool.rope.turn(query.flatten(1, 2), back).unflatten(1, query.shape[1:3])
+            query = pool.rope.turn(query, -number)
+        query = query.unflatten(1, (heads, -1))  # [B, H, G, n, D]
+        level = torch.zeros_like(query[..., 0])
+        if "number" in memory:
+            old, there = memory["level"], (memory["number"] >= 0)[:, None, None]
+            typical = ((old * there).sum(-1) / there.sum(-1).clamp_min(1))[..., None]
+            level = torch.cat([old, typical.expand_as(level)], 3)
+            query = torch.cat([memory["query"], query], 3)
+            both = torch.cat([memory["number"], number], 1)
+            (query, number), (level, _) = _last(query, both, self.queries), _last(level, both, self.queries, -1)
         memory["query"], memory["number"] = query, number
         return query, level, number >= 0
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return min(self.queries, seen) * (4 * query_heads * (width + 1) + 8) + 8
+
+
+def _last(x: torch.Tensor, number: torch.Tensor, count: int, dim: int = -2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``x``, along ``dim``, the ``count`` tokens of each row with the largest numbers [B, n]; and these."""
+    order = number.argsort(dim=1, stable=True)[:, -count:]
+    shape = [order.shape[0], *[1] * (x.dim() - 1)]
+    shape[dim] = order.shape[1]
+    wanted = list(x.shape)
+    wanted[dim] = order.shape[1]
+    return x.gather(dim, order.view(shape).expand(wanted)), number.gather(1, order)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -275,11 +295,40 @@ def find_policy(name: str, options: dict[str, Any]) -> Policy:
     """The policy called ``name``; ``ValueError`` that lists the known ones, or its options, otherwise."""
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: known are {', '.join(POLICIES)}")
-    try:
-        return POLICIES[name](**options)
-    except TypeError:
+    if not set(options) <= set(own_options(name)):
         known = ", ".join(own_options(name)) or "none of its own"
-        raise ValueError(f"policy {name!r} cannot take {', '.join(options)}: known are {known}") from None
+        raise ValueError(f"policy {name!r} cannot take {', '.join(options)}: known are {known}")
+    return POLICIES[name](**typed(name, options))
+
+
+def typed(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the annotations of the policy's constructor want them, without those that are its defaults.
+
+    Raises:
+        ValueError: one of another type.
+    """
+    known = inspect.signature(POLICIES[name]).parameters
+    values = {option: _as(known[option].annotation, name, option, value) for option, value in options.items()}
+    return {option: value for option, value in values.items() if value != known[option].default}
+
+
+def _as(kind: Any, name: str, option: str, value: Any) -> Any:
+    kind = getattr(kind, "__name__", kind)  # a name under ``from __future__ import annotations``
+    if kind == "bool":
+        return flag(name, option, value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if kind == "int" and not (number and isinstance(value, int)):
+        raise ValueError(f"{name}: {option}={value!r} is not an integer")
+    if kind == "float" and not number:
+        raise ValueError(f"{name}: {option}={value!r} is not a finite number")
+    return value
+
+
+def flag(name: str, option: str, value: Any) -> bool:
+    """On or off, as it is written in a spec or passed as a bool."""
+    if value not in (True, False, "on", "off", "true", "false", "True", "False"):
+        raise ValueError(f"{name}: {option}={value!r}: on or off")
+    return value in (True, "on", "true", "True")
 
 
 def own_options(name: str) -> tuple[str, ...]:

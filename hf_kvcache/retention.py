@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .policies import POLICIES, Policy, find_policy, own_options
+from .policies import POLICIES, Policy, find_policy, flag, own_options, typed
 
 
 class KeepAll:
@@ -45,7 +45,7 @@ class SinkWindow:
 
     def __init__(self, sinks: int = 4, window: int = 1020, reposition: bool = False) -> None:
         _check("sink", ("sinks", sinks, 0), ("window", window, 1))
-        self.sinks, self.window, self.reposition = sinks, window, _flag("sink", "reposition", reposition)
+        self.sinks, self.window, self.reposition = sinks, window, flag("sink", "reposition", reposition)
 
     @property
     def spec(self) -> str:
@@ -93,8 +93,8 @@ class Importance:
                 "raise budget, or lower sinks or recent"
             )
         self.name, self.budget, self.sinks, self.recent = name, budget, sinks, recent
-        self.pyramid, self.adaptive = _flag(name, "pyramid", pyramid), _flag(name, "adaptive", adaptive)
-        self._options = options
+        self.pyramid, self.adaptive = flag(name, "pyramid", pyramid), flag(name, "adaptive", adaptive)
+        self._options = typed(name, options)
 
     @property
     def spec(self) -> str:
@@ -102,8 +102,10 @@ class Importance:
         given = {"sinks": self.sinks, "recent": self.recent, "pyramid": self.pyramid, "adaptive": self.adaptive}
         defaults = {"sinks": 4, "recent": 32, "pyramid": False, "adaptive": False}
         text = [f"budget={self.budget}"]
-        text += [f"{k}={'on' if v is True else v}" for k, v in given.items() if v != defaults[k]]
-        return f"{self.name}({','.join(text + [f'{k}={v}' for k, v in self._options.items()])})"
+        given = {k: v for k, v in given.items() if v != defaults[k]} | self._options
+        words = {True: "on", False: "off"}
+        text += [f"{k}={words[v] if isinstance(v, bool) else v}" for k, v in given.items()]
+        return f"{self.name}({','.join(text)})"
 
     def for_layer(self, layer: int, layers: int) -> int | float:
         """The budget of one layer."""
@@ -125,12 +127,6 @@ def _check(name: str, *wanted: tuple[str, Any, int]) -> None:
     for option, value, least in wanted:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: {option}={value!r} is not an integer >= {least}")
-
-
-def _flag(name: str, option: str, value: Any) -> bool:
-    if value not in (True, False, "on", "off", "true", "false", "True", "False"):
-        raise ValueError(f"{name}: {option}={value!r}: on or off")
-    return value in (True, "on", "true", "True")
 
 
 Retention = KeepAll | SinkWindow | Importance

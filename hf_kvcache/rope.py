@@ -88,9 +88,11 @@ class Rope:
     def mean_turn(self, count: int, width: int, device: torch.device) -> torch.Tensor:
         """The mean of R(0), ..., R(count - 1) as a matrix [width, width]: column vectors are turned."""
         if (count, width) not in self._mean:
-            basis = torch.eye(width, device=device)[None, :, None].expand(1, width, count, width)
-            turned = self.turn(basis, torch.arange(count, device=device))  # [1, basis, count, D]
-            self._mean[count, width] = turned[0].mean(1).T  # rows: R e_i
+            total = torch.zeros(width, width, device=device)
+            for delta in torch.arange(count, device=device).split(64):
+                basis = torch.eye(width, device=device)[None, :, None].expand(1, width, len(delta), width)
+                total += self.turn(basis, delta)[0].sum(1)  # of [1, basis, deltas, D]; rows: R e_i
+            self._mean[count, width] = total.T / count
         return self._mean[count, width].to(device)
 
 

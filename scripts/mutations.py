@@ -96,6 +96,27 @@ MUTATIONS = [
         "test_eviction.py::test_expected_attention_is_its_formula",
     ),
     fault(
+        "expected attention scales as most models do",
+        "policies",
+        "* pool.scaling",
+        "/ math.sqrt(keys.shape[-1])",
+        "test_eviction.py::test_expected_attention_scales_scores_as_the_model_does",
+    ),
+    fault(
+        "pads look at tokens under importance eviction",
+        "eviction",
+        "return seen & own[:, :, -1, new - queries :, None]",
+        "return seen",
+        "test_eviction.py::test_pads_after_and_between_tokens_change_nothing",
+    ),
+    fault(
+        "observed queries are those of the last columns",
+        "eviction",
+        "observed = real & (real.flip(1).cumsum(1).flip(1) <= wanted[:, None])",
+        "observed = torch.arange(queries)[None] >= queries - wanted[:, None]",
+        "test_eviction.py::test_pads_after_and_between_tokens_change_nothing",
+    ),
+    fault(
         "expected attention forgets what earlier queries paid",
         "policies",
         "level = torch.cat([old, typical], 3)",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from models import build, feed, greedy, llama, llama_config, prompt
 from test_caches import padded
-from transformers import DynamicCache, GPT2Config
+from transformers import AutoConfig, DynamicCache, GPT2Config
 
-from hf_kvcache import EvictionCache, KVCache, SinkWindowCache, policies
+from hf_kvcache import EvictionCache, KVCache, SinkWindowCache, compat, policies
 from hf_kvcache.attention import kvcache_attention
 from hf_kvcache.eviction import EvictionLayer, Ragged
 from hf_kvcache.policies import POLICIES, Pool
@@ -249,6 +250,43 @@ def test_a_padded_row_is_the_row_alone_in_any_schedule(name: str, chunk: int) ->
             for mine, other in zip(together.layers, cache.layers, strict=True):
                 n = other.positions.shape[-1]
                 assert torch.equal(mine.positions[row, :, :n], other.positions[0])
+
+
+@pytest.mark.parametrize("policy", POLICY)
+@pytest.mark.parametrize("cut", ["after", "inside", "both"])
+@torch.no_grad()
+def test_pads_after_and_between_tokens_change_nothing(policy: str, cut: str) -> None:
+    """Pads on the right in the first forward and in later ones, and pads of an earlier turn that is fed again."""
+    model, ids = llama("kvcache"), prompt(30, 3)
+    mask = torch.ones(3, 30, dtype=torch.long)
+    if cut != "after":
+        mask[0, 6:14] = mask[2, 3:5] = 0
+    if cut != "inside":
+        mask[1, 12:] = mask[2, 25:] = 0
+    cache = KVCache.from_spec(model.config, spec(policy, budget=8))
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    for row in range(3):
+        alone = KVCache.from_spec(model.config, spec(policy, budget=8))
+        feed(model, ids[row : row + 1, mask[row] > 0], alone)
+        for mine, other in zip(cache.layers, alone.layers, strict=True):
+            assert torch.equal(mine.positions[row], other.positions[0]), row
+    if policy == "snapkv":  # a forward of one token for one row and several for another: documented
+        return
+    more = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    after, whole = prompt(4, 3, seed=7), torch.cat([mask, more], 1)
+    model(
+        after,
+        attention_mask=whole,
+        position_ids=(whole.cumsum(-1) - 1)[:, -4:].clamp_min(0),
+        past_key_values=cache,
+    )
+    for row in range(3):
+        alone = KVCache.from_spec(model.config, spec(policy, budget=8))
+        feed(model, ids[row : row + 1, mask[row] > 0], alone)
+        feed(model, after[row : row + 1, more[row] > 0], alone)
+        for mine, other in zip(cache.layers, alone.layers, strict=True):
+            assert torch.equal(mine.positions[row], other.positions[0]), row
 
 
 @pytest.mark.parametrize("store", STORAGES)
@@ -501,6 +539,61 @@ def test_spec_round_trip(policy: str) -> None:
         assert KVCache.from_spec(llama_config(), cache.spec).spec == cache.spec
 
 
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("expected(normal=maybe)", "expected: normal='maybe': on or off"),
+        ("expected(epsilon=nan)", "epsilon=nan is not a finite number"),
+        ("expected(epsilon=-1)", "epsilon >= 0"),
+        ("expected(epsilon=on)", "epsilon='on' is not a finite number"),
+        ("expected(future=2.5)", "expected: future=2.5 is not an integer"),
+        ("expected(kernel=3.0)", "expected: kernel=3.0 is not an integer"),
+        ("expected(kernel=4)", "an odd kernel"),
+        ("snapkv(window=x)", "snapkv: window='x' is not an integer"),
+        ("random(seed=2.5)", "random: seed=2.5 is not an integer"),
+        ("random(seed=99999999999999999999)", "random: seed=99999999999999999999 is not in 0 to"),
+        ("knorm(seed=1)", "knorm.*seed"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCache.from_spec(llama_config(), name)
+
+
+@torch.no_grad()
+def test_off_is_off_and_one_cache_has_one_name() -> None:
+    model, ids = llama("kvcache"), prompt(60)
+    kept = {}
+    for value in ("off", False, "on", True, 1):
+        cache = EvictionCache(model.config, "expected", 12, sinks=2, recent=3, normal=value)
+        feed(model, ids, cache)
+        kept[cache.spec, str(value)] = cache.layers[1].positions
+    specs = [name for name, _ in kept]
+    assert specs[0] == specs[1] == EvictionCache(model.config, "expected", 12, sinks=2, recent=3).spec
+    assert specs[2] == specs[3] == specs[4] and specs[2].endswith("normal=on)")
+    off, also_off, on, *_ = kept.values()
+    assert torch.equal(off, also_off) and not torch.equal(off, on)
+
+
+@torch.no_grad()
+def test_expected_attention_scales_scores_as_the_model_does() -> None:
+    """The same function, once with the scale in the attention and once in the weights."""
+    kept = []
+    for multiplier in (1.0, 1 / 64):
+        config = AutoConfig.for_model(
+            "granite",
+            **dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
+            **dict(num_key_value_heads=2, initializer_range=0.2, attention_multiplier=multiplier),
+        )
+        model = build(config, "kvcache")
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight *= 1 / multiplier
+        cache = KVCache.from_spec(config, spec("expected", budget=20))
+        feed(model, prompt(120), cache)
+        kept.append(torch.stack([one.positions for one in cache.layers]))
+    assert torch.equal(*kept)
+
+
 @torch.no_grad()
 def test_reset_forgets_everything() -> None:
     model = llama("kvcache")
@@ -563,7 +656,7 @@ def test_expected_attention_is_its_formula(
         new = slice(start, stop)
         position = number[:, None, new].clamp_min(-1).expand(3, 2, -1)
         states = [x[:, :, new] for x in (q, k, v)]
-        pool = Pool(scores, scores.long(), *states[1:], position, None, states[0], memory, 0, rope)
+        pool = Pool(scores, scores.long(), *states[1:], position, None, states[0], memory, 0, rope, 8**-0.5)
         scores = policy.score(pool)
     for row in range(3):
         for head in range(2):
@@ -592,6 +685,40 @@ def test_b112_reposition_equals_a_fresh_window(store: str) -> None:
     assert torch.equal(feed(model, ids, cache), logits[2])
     assert cache.nbytes == sum(cache.memory()["device"].values())
     assert "reposition=on" in canonical and KVCache.from_spec(model.config, canonical).spec == canonical
+
+
+@pytest.mark.parametrize("family", ["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"])
+@torch.no_grad()
+def test_layers_without_rotation_are_known(family: str) -> None:
+    """What a model really rotates is what it is taken to rotate."""
+    try:
+        config = AutoConfig.for_model(
+            family,
+            **dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4),
+            **dict(num_key_value_heads=2, sliding_window=8, head_dim=8, pad_token_id=0, num_experts=8),
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+        model = build(config, "eager")
+    except (ValueError, KeyError):
+        pytest.skip(f"{family} is not in this transformers")
+    modeling, rotated, at_work = sys.modules[type(model).__module__], set(), []
+    original = modeling.apply_rotary_pos_emb
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) is not None:
+            module.register_forward_pre_hook(lambda m, _: at_work.append(m.layer_idx))
+    modeling.apply_rotary_pos_emb = lambda *args, **kw: rotated.add(at_work[-1]) or original(*args, **kw)
+    try:
+        model(prompt(9), use_cache=False)
+    finally:
+        modeling.apply_rotary_pos_emb = original
+    assert rotated and [compat.uses_rotary(config, i) for i in range(4)] == [i in rotated for i in range(4)]
+
+
+@pytest.mark.parametrize("name", [spec("expected"), "sink(2,6,reposition=on)"])
+def test_normalisation_after_rotation_is_refused(name: str) -> None:
+    config = AutoConfig.for_model("hunyuan_v1_dense", num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
+    with pytest.raises(ValueError, match="normalises keys after their rotation"):
+        KVCache.from_spec(config, name)
 
 
 def test_reposition_needs_our_attention() -> None:

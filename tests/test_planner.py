@@ -179,10 +179,11 @@ def test_every_spec_of_every_family_is_within_two_percent(family, batch):
 
 
 @pytest.mark.parametrize("seen", [20, 50])
+@pytest.mark.parametrize("adaptive", ["", ",adaptive=on"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_policy_remembers_is_counted(policy, seen):
+def test_what_a_policy_remembers_is_counted(policy, adaptive, seen):
     model = build(llama_config(2), "kvcache")
-    spec = f"int8+{policy}(budget=24,sinks=2,recent=4)"
+    spec = f"int8+{policy}(budget=24,sinks=2,recent=4{adaptive})"
     cache = KVCache.from_spec(model.config, spec)
     feed(model, prompt(seen, 3), cache)
     tables = sum(t.nbytes for layer in cache.layers if layer.rope for t in layer.rope.tensors())

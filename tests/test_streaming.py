@@ -110,8 +110,9 @@ def test_too_short_a_text_is_said_and_leaves_no_record(cli, tmp_path):
         (["--tokens", "100"], "--tokens 100 is no multiple of --bucket 32"),
         (["--step", "5"], "--bucket 32 is no multiple of --step 5"),
         (["--bucket", "0"], "--bucket 0: give at least 1"),
-        (["--specs", "fresh(8,12)"], r"fresh\(8,12\) in --bucket 32 with --step 8: 12 does not fit"),
-        (["--specs", "fresh(8,0)"], r"fresh\(8,0\) in --bucket 32 with --step 8: 0 does not fit"),
+        (["--specs", "fresh(8,12)"], r"fresh\(8,12\): .* R divides --bucket 32 and --step 8 divides R"),
+        (["--specs", "fresh(8,0)"], r"fresh\(8,0\): .* R divides"),
+        (["--specs", "fresh(8)"], r"fresh\(8\): give C and R of fresh\(C,R\)"),
     ],
 )
 def test_wrong_sizes_are_named_in_one_line(cli, arguments, message, tmp_path):
