@@ -133,7 +133,7 @@ def retrieval(records: list[Record]) -> Any:
     for axes, spec in zip(panels.flat, specs, strict=False):
         grid = [[cells.get((spec, depth, length), float("nan")) for length in lengths] for depth in depths]
         axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
-        axes.set_title(spec, fontsize=9)
+        axes.set_title(spec, fontsize=min(9, 9 * 26 / len(spec)))  # as wide as its panel
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         for i, line in enumerate(grid):

@@ -91,8 +91,8 @@ MUTATIONS = [
     fault(
         "expected attention turns queries on instead of back",
         "policies",
-        "back = number.neg().masked_fill(order < turned, 0)",
-        "back = number.masked_fill(order < turned, 0)",
+        "query = pool.rope.turn(query, -number)",
+        "query = pool.rope.turn(query, number)",
         "test_eviction.py::test_expected_attention_is_its_formula",
     ),
     fault(
@@ -101,13 +101,6 @@ MUTATIONS = [
         "* pool.scaling",
         "/ math.sqrt(keys.shape[-1])",
         "test_eviction.py::test_expected_attention_scales_scores_as_the_model_does",
-    ),
-    fault(
-        "pads look at tokens under importance eviction",
-        "eviction",
-        "return seen & own[:, :, -1, new - queries :, None]",
-        "return seen",
-        "test_eviction.py::test_pads_after_and_between_tokens_change_nothing",
     ),
     fault(
         "observed queries are those of the last columns",
@@ -119,8 +112,8 @@ MUTATIONS = [
     fault(
         "expected attention forgets what earlier queries paid",
         "policies",
-        "level = torch.cat([old, typical], 3)",
-        "level = torch.cat([old * 0, typical], 3)",
+        "level = torch.cat([old, typical.expand_as(level)], 3)",
+        "level = torch.cat([old * 0, typical.expand_as(level)], 3)",
         "test_eviction.py::test_expected_attention_is_its_formula",
     ),
     fault(
@@ -325,15 +318,15 @@ MUTATIONS = [
     fault(
         "pads give attention mass",
         "eviction",
-        "seen &= own[:, :, -1, new - queries :, None]",
-        "pass",
+        "return seen & own[:, :, -1, new - queries :, None]",
+        "return seen",
         "test_eviction.py::test_a_padded_row_is_the_row_alone_in_any_schedule",
     ),
     fault(
         "mass pooled over slots as they lie",
         "policies",
-        "number = torch.cat([pool.held, pool.position], -1)",
-        "number = torch.arange(pool.mass.shape[-1]).expand_as(pool.mass)",
+        "order = by_number(number)",
+        "order = torch.arange(number.shape[-1]).expand_as(number)",
         "test_eviction.py::test_keeps_what_the_definition_keeps",
     ),
     fault(
