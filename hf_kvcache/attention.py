@@ -482,11 +482,11 @@ def kvcache_attention(
     if visible is not None:
         visible = visible.of_last(queries).looking(mask)
         mask = None if mask is None else visible.by_slot(mask)
-    elif mask is None and causal and queries > 1:
-        if queries == tokens and not special:
+    elif queries > 1 and (causal or mask is not None):
+        if queries == tokens and not special and bias is None:  # a prompt: everything is new
             plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
-            return compat.sdpa_attention_forward(module, query, plain_key, plain_value, None, 0.0, scaling, **kwargs)
-        mask = _causal(queries, tokens, query.device)
+            return compat.sdpa_attention_forward(module, query, plain_key, plain_value, mask, 0.0, scaling, **kwargs)
+        mask = _causal(queries, tokens, query.device) if mask is None else mask
     moved, turned = history.moved if isinstance(key, Stored) else None, None
     if moved is not None:
         parts, turned = _move_sinks(query, parts, moved)
@@ -539,9 +539,9 @@ def _attend_observed(
         if at_once:
             seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
-        elif mask is None and queries == tokens > 1 and softcap is None and s_aux is None:
+        elif queries == tokens > 1 and softcap is None and s_aux is None:
             plain = _plain(key, query.dtype), _plain(value, query.dtype)
-            out = compat.sdpa_attention_forward(module, query, *plain, None, 0.0, scaling, is_causal=True, **kwargs)[0]
+            out = compat.sdpa_attention_forward(module, query, *plain, mask, 0.0, scaling, is_causal=True, **kwargs)[0]
             out = out.transpose(1, 2)
         else:
             seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask

@@ -377,13 +377,16 @@ def test_b60_every_dtype_of_a_model(spec, attention, dtype):
 @evicting_pair
 def test_b74_what_is_evicted_is_gone(spec, attention):
     model, lengths = llama(attention), []
-    cache, whole = cache_for(model, spec), cache_for(model, "full")
-    for each in (cache, whole):
-        feed(model, prompt(500), each)
+    cache, whole, shorter = cache_for(model, spec), cache_for(model, "full"), cache_for(model, spec)
+    for each, tokens in ((cache, 500), (whole, 500), (shorter, 300)):
+        feed(model, prompt(tokens), each)
     assert all(layer.keys.shape[2] <= (28 if "adaptive" in spec else 14) for layer in cache.layers)
     parts = cache.memory()["device"]  # beside tokens and their numbers: scores, statistics, tables, which do not grow
     tokens = parts["payload"] + parts["scales"] + parts["residual"]
-    assert tokens <= whole.nbytes * 14 / 500 and cache.nbytes - tokens <= 4000
+    policy = getattr(cache.layers[0], "policy", None)
+    remembered = policy.memory_bytes(2, 4, 8, 500) * len(cache.layers) if policy else 0
+    assert tokens <= whole.nbytes * 14 / 500 and cache.nbytes - tokens - remembered <= 4000
+    assert cache.nbytes == shorter.nbytes
     update = cache.layers[0].update
     cache.layers[0].update = lambda *a, **k: (out := update(*a, **k), lengths.append(out[0].shape[2]))[0]
     kept = cache.layers[0].kept
