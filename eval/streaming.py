@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     quality.add_model_arguments(parser)
     parser.add_argument("--specs", nargs="+", default=SPECS, help=f"caches to stream through ({' '.join(SPECS)})")
-    parser.add_argument("--tokens", type=int, default=12288, help="tokens of the stream (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=12288, help="tokens of a stream (%(default)s)")
     parser.add_argument("--streams", type=int, default=1, help="stretches of the text to stream (%(default)s)")
     parser.add_argument("--bucket", type=int, default=2048, help="tokens of a bucket (%(default)s)")
     parser.add_argument("--step", type=int, default=64, help="tokens fed at a time (%(default)s)")
