@@ -215,7 +215,7 @@ class EvictionLayer(KVLayer):
         if attention_mask is None:
             return seen
         # Pads look at nothing: scores are made of what queries look at.
-        return seen & own[:, :, -1, new - queries :, None]
+        return seen & _real(attention_mask, queries)[:, None, :, None]
 
     def _empties(self) -> torch.Tensor | None:
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
@@ -234,7 +234,7 @@ class EvictionLayer(KVLayer):
         first = self.policy.first_observed(queries)
         if attention_mask is None or first == 0:
             return first, None
-        real = allowed(attention_mask)[:, 0, -1, -queries:]  # [B, q]
+        real = _real(attention_mask, queries)
         wanted = torch.tensor([n - self.policy.first_observed(n) for n in real.sum(-1).tolist()], device=real.device)
         observed = real & (real.flip(1).cumsum(1).flip(1) <= wanted[:, None])
         return int(observed.any(0).int().argmax()), observed[:, None, :, None]
@@ -311,7 +311,7 @@ class EvictionLayer(KVLayer):
         device = chunk.keys.device
         real = None
         if attention_mask is not None:
-            real = allowed(attention_mask)[:, 0, -1, -new:].expand(batch, -1)
+            real = _real(attention_mask, new).expand(batch, -1)
             real = None if self.own is None and bool(real.all()) else real
         if real is None and self.own is None:
             return torch.arange(chunk.first, chunk.first + new, device=device).expand(batch, heads, new)
@@ -566,6 +566,11 @@ class EvictionLayer(KVLayer):
         ]
         return [part for part in parts if part.tokens]
 
+    def remembered_at(self, seen: int, heads: int, query_heads: int, width: int) -> int:
+        """Beside those: what the policy remembers, and where the heads of ``adaptive`` budgets lie."""
+        ragged = self.retention.adaptive and self.retention.tokens(self.budget, seen) < seen
+        return self.policy.memory_bytes(heads, query_heads, width, seen) + (16 * heads if ragged else 0)
+
     def far_at(self, seen: int) -> Held:
         """Of ``held_at``, what a placement may move off the device."""
         sealed = self.held_at(seen)[0]
@@ -730,6 +735,11 @@ class EvictionLayer(KVLayer):
             self.memory = {name: fn(t) for name, t in self.memory.items()}
             self.own = None if self.own is None else fn(self.own)
         self.batch_size = probe.shape[0]
+
+
+def _real(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
+    """Which of the last ``new`` tokens are no pads, [B or 1, new] bool: the last query sees them."""
+    return allowed(attention_mask[:, :1, -1:, -new:])[:, 0, 0]
 
 
 def _export(slots: Any) -> dict[str, Any]:

@@ -230,6 +230,10 @@ class KVLayer(compat.CacheLayerMixin):
             Held(full, full, seen - end),
         ]
 
+    def remembered_at(self, seen: int, heads: int, query_heads: int, width: int) -> int:
+        """Bytes per row beside the tokens of ``held_at``, for a layer of these heads and keys of this width."""
+        return 0
+
     def far_at(self, seen: int) -> Held:
         """Of ``held_at``, what a placement may move off the device."""
         return self.held_at(seen)[1]

@@ -259,7 +259,7 @@ class _Layer:
         self.window = getattr(layer, "sliding_window", None)
         self.home = getattr(layer, "home", None)
         self.empty = _empty_kind(made)
-        self.query_heads = getattr(made.config, "num_attention_heads", None)
+        self.query_heads = getattr(made.config, "num_attention_heads", None) or self.shapes.heads
         self.latent = self.shapes.heads == 1 and self.shapes.widths[0] == getattr(made.config, "kv_lora_rank", None)
 
     def looks(self) -> tuple[Any, ...]:
@@ -286,8 +286,8 @@ class _Layer:
 
         With ``ahead`` also the rows that growing slabs may have allocated for later tokens.
         """
-        shapes, held, total = self.shapes, self.held(context), 0
-        for run in held:
+        shapes, total = self.shapes, 0
+        for run in self.held(context):
             group = self.layer.storage.group if isinstance(self.layer, KVLayer) else 1
             extra = max(16, run.tokens // 128) + group if ahead and isinstance(self.layer, KVLayer) else 0
             codecs = (run.key_codec, run.value_codec)
@@ -295,10 +295,8 @@ class _Layer:
                 size = row_bytes(codec, shapes.heads, width, dtype)  # type: ignore[arg-type]  # (a codec is hashable)
                 total += -(-(run.tokens + extra) // codec.group) * size
             total += (run.tokens + extra) * shapes.heads * run.beside
-        policy = getattr(self.layer, "policy", None)
-        if policy is not None:
-            total += policy.memory_bytes(shapes.heads, self.query_heads or shapes.heads, shapes.widths[0], context)
-            total += 16 * shapes.heads * self.layer.retention.adaptive * (sum(run.tokens for run in held) < context)
+        if shapes.heads and isinstance(self.layer, KVLayer):
+            total += self.layer.remembered_at(context, shapes.heads, self.query_heads, shapes.widths[0])
         return total
 
     def far(self, context: int) -> int:

@@ -214,7 +214,8 @@ class Expected(Policy):
         own = pool.position[:, 0]  # [B, q]
         query, level, known = self._recent(pool, own)
         weight = known[:, None, None, :, None] / known.sum(-1).clamp_min(1)[:, None, None, None, None]
-        blocks = torch.arange(own.shape[1]).split(max(WORKSPACE // level.numel(), 1))
+        size = max(WORKSPACE // level.numel(), 1)
+        blocks = [slice(start, start + size) for start in range(0, own.shape[1], size)]
         made = [self._logits(pool, own, query, weight, blocks[0])] if len(blocks) == 1 else None
         each = lambda: made or (self._logits(pool, own, query, weight, block) for block in blocks)  # noqa: E731
         new, before = (own >= 0).sum(-1), pool.memory.get("seen", torch.zeros_like(own[:, 0]))
@@ -225,33 +226,32 @@ class Expected(Policy):
         pool.memory["level"], pool.memory["seen"] = level, before + new
         most = 80.0  # what exp can take in float32
         attention = [((z - level[..., None]).clamp_max(most).exp() * weight).sum(3).mean(2) for z in each()]
-        size = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
-        score = ((torch.cat(attention, -1) + self.epsilon) * size).masked_fill(pool.position < 0, 0.0)
+        norm = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
+        score = ((torch.cat(attention, -1) + self.epsilon) * norm).masked_fill(pool.position < 0, 0.0)
         return pool.after(smoothed(score, pool.position, self.kernel))
 
     def _logits(
-        self, pool: Pool, own: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, block: torch.Tensor
+        self, pool: Pool, own: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, block: slice
     ) -> torch.Tensor:
         """z [B, H, G, n, block] of some of the new tokens; -inf for pads."""
-        some = slice(int(block[0]), int(block[-1]) + 1)
-        keys = pool.keys[:, :, some].float()
+        keys = pool.keys[:, :, block].float()
         if pool.rope is not None:
             end = own.amax(1, keepdim=True) + 1  # where the positions to come begin
-            keys = pool.rope.turn(keys, -end.expand(-1, len(block)))
+            keys = pool.rope.turn(keys, -end.expand(-1, keys.shape[2]))
             keys = keys @ pool.rope.mean_turn(self.future, keys.shape[-1], keys.device)
         z = (query @ keys[:, :, None].transpose(-1, -2)) * pool.scaling
         if self.normal:
             mean = (z * weight).sum(3, keepdim=True)
             z = (mean + ((z - mean).square() * weight).sum(3, keepdim=True) / 2).expand_as(z)
-        return z.masked_fill((own[:, some] < 0)[:, None, None, None], -math.inf)
+        return z.masked_fill((own[:, block] < 0)[:, None, None, None], -math.inf)
 
     def _recent(self, pool: Pool, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The row's last queries before rotation [B, H, G, n, D], the log of what each pays an average token as far as
         that was known [B, H, G, n], and which of them are there [B, n]."""
         assert pool.query is not None
         memory, heads = pool.memory, pool.keys.shape[1]
-        query, number = _last(pool.query, own, self.queries)
-        query = query.float()
+        last = own.argsort(dim=1, stable=True)[:, -self.queries :]
+        number, query = own.gather(1, last), _take(pool.query, last, 2).float()
         if pool.rope is not None:
             query = pool.rope.turn(query, -number)
         query = query.unflatten(1, (heads, -1))  # [B, H, G, n, D]
@@ -261,8 +261,9 @@ class Expected(Policy):
             typical = ((old * there).sum(-1) / there.sum(-1).clamp_min(1))[..., None]
             level = torch.cat([old, typical.expand_as(level)], 3)
             query = torch.cat([memory["query"], query], 3)
-            both = torch.cat([memory["number"], number], 1)
-            (query, number), (level, _) = _last(query, both, self.queries), _last(level, both, self.queries, -1)
+            number = torch.cat([memory["number"], number], 1)
+            last = number.argsort(dim=1, stable=True)[:, -self.queries :]
+            number, query, level = number.gather(1, last), _take(query, last, 3), _take(level, last, 3)
         memory["query"], memory["number"] = query, number
         return query, level, number >= 0
 
@@ -270,14 +271,11 @@ class Expected(Policy):
         return min(self.queries, seen) * (4 * query_heads * (width + 1) + 8) + 8
 
 
-def _last(x: torch.Tensor, number: torch.Tensor, count: int, dim: int = -2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``x``, along ``dim``, the ``count`` tokens of each row with the largest numbers [B, n]; and these."""
-    order = number.argsort(dim=1, stable=True)[:, -count:]
-    shape = [order.shape[0], *[1] * (x.dim() - 1)]
-    shape[dim] = order.shape[1]
-    wanted = list(x.shape)
-    wanted[dim] = order.shape[1]
-    return x.gather(dim, order.view(shape).expand(wanted)), number.gather(1, order)
+def _take(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of each row of ``x`` the tokens ``index`` [B, n], along ``dim``."""
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return x.take_along_dim(index.view(shape), dim)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -291,25 +289,20 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def find_policy(name: str, options: dict[str, Any]) -> Policy:
-    """The policy called ``name``; ``ValueError`` that lists the known ones, or its options, otherwise."""
+def find_policy(name: str, options: dict[str, Any]) -> tuple[Policy, dict[str, Any]]:
+    """The policy called ``name``, and which of its options are not the defaults.
+
+    Raises:
+        ValueError: an unknown policy or option (the known ones are listed), or an option of another type.
+    """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: known are {', '.join(POLICIES)}")
     if not set(options) <= set(own_options(name)):
         known = ", ".join(own_options(name)) or "none of its own"
         raise ValueError(f"policy {name!r} cannot take {', '.join(options)}: known are {known}")
-    return POLICIES[name](**typed(name, options))
-
-
-def typed(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options as the annotations of the policy's constructor want them, without those that are its defaults.
-
-    Raises:
-        ValueError: one of another type.
-    """
-    known = inspect.signature(POLICIES[name]).parameters
-    values = {option: _as(known[option].annotation, name, option, value) for option, value in options.items()}
-    return {option: value for option, value in values.items() if value != known[option].default}
+    known_options = inspect.signature(POLICIES[name]).parameters
+    values = {option: _as(known_options[option].annotation, name, option, v) for option, v in options.items()}
+    return POLICIES[name](**values), {option: v for option, v in values.items() if v != known_options[option].default}
 
 
 def _as(kind: Any, name: str, option: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .policies import POLICIES, Policy, find_policy, flag, own_options, typed
+from .policies import POLICIES, Policy, find_policy, flag, own_options
 
 
 class KeepAll:
@@ -82,7 +82,8 @@ class Importance:
         adaptive: bool = False,
         **options: Any,
     ) -> None:
-        self.policy: Policy = find_policy(name, options)
+        self.policy: Policy
+        self.policy, self._options = find_policy(name, options)
         _check(name, ("sinks", sinks, 0), ("recent", recent, 1))
         share = isinstance(budget, float)
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or (share and not 0 < budget < 1):
@@ -94,7 +95,6 @@ class Importance:
             )
         self.name, self.budget, self.sinks, self.recent = name, budget, sinks, recent
         self.pyramid, self.adaptive = flag(name, "pyramid", pyramid), flag(name, "adaptive", adaptive)
-        self._options = typed(name, options)
 
     @property
     def spec(self) -> str:

@@ -318,7 +318,7 @@ MUTATIONS = [
     fault(
         "pads give attention mass",
         "eviction",
-        "return seen & own[:, :, -1, new - queries :, None]",
+        "return seen & _real(attention_mask, queries)[:, None, :, None]",
         "return seen",
         "test_eviction.py::test_a_padded_row_is_the_row_alone_in_any_schedule",
     ),

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from families import BASE
 from models import build, feed, greedy, llama, llama_config, prompt
 from test_caches import padded
 from transformers import AutoConfig, DynamicCache, GPT2Config
@@ -263,28 +264,18 @@ def test_pads_after_and_between_tokens_change_nothing(policy: str, cut: str) -> 
         mask[0, 6:14] = mask[2, 3:5] = 0
     if cut != "inside":
         mask[1, 12:] = mask[2, 25:] = 0
-    cache = KVCache.from_spec(model.config, spec(policy, budget=8))
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    for row in range(3):
-        alone = KVCache.from_spec(model.config, spec(policy, budget=8))
-        feed(model, ids[row : row + 1, mask[row] > 0], alone)
-        for mine, other in zip(cache.layers, alone.layers, strict=True):
-            assert torch.equal(mine.positions[row], other.positions[0]), row
     more = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
-    after, whole = prompt(4, 3, seed=7), torch.cat([mask, more], 1)
-    model(
-        after,
-        attention_mask=whole,
-        position_ids=(whole.cumsum(-1) - 1)[:, -4:].clamp_min(0),
-        past_key_values=cache,
-    )
-    for row in range(3):
-        alone = KVCache.from_spec(model.config, spec(policy, budget=8))
-        feed(model, ids[row : row + 1, mask[row] > 0], alone)
-        feed(model, after[row : row + 1, more[row] > 0], alone)
-        for mine, other in zip(cache.layers, alone.layers, strict=True):
-            assert torch.equal(mine.positions[row], other.positions[0]), row
+    whole, together = torch.cat([mask, more], 1), KVCache.from_spec(model.config, spec(policy, budget=8))
+    alone = [KVCache.from_spec(model.config, spec(policy, budget=8)) for _ in range(3)]
+    ids = torch.cat([ids, prompt(4, 3, seed=7)], 1)
+    for start, stop in ((0, 30), (30, 34)):
+        positions = (whole[:, :stop].cumsum(-1) - 1)[:, start:].clamp_min(0)
+        options = {"attention_mask": whole[:, :stop], "position_ids": positions}
+        model(ids[:, start:stop], past_key_values=together, **options)
+        for row, cache in enumerate(alone):
+            feed(model, ids[row : row + 1, start:stop][:, whole[row, start:stop] > 0], cache)
+            for mine, other in zip(together.layers, cache.layers, strict=True):
+                assert torch.equal(mine.positions[row], other.positions[0]), row
 
 
 @pytest.mark.parametrize("store", STORAGES)
@@ -578,11 +569,7 @@ def test_expected_attention_scales_scores_as_the_model_does() -> None:
     """The same function, once with the scale in the attention and once in the weights."""
     kept = []
     for multiplier in (1.0, 1 / 64):
-        config = AutoConfig.for_model(
-            "granite",
-            **dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4),
-            **dict(num_key_value_heads=2, initializer_range=0.2, attention_multiplier=multiplier),
-        )
+        config = AutoConfig.for_model("granite", **{**BASE, "attention_multiplier": multiplier})
         model = build(config, "kvcache")
         for block in model.model.layers:
             block.self_attn.q_proj.weight *= 1 / multiplier
@@ -690,12 +677,9 @@ def test_b112_reposition_equals_a_fresh_window(store: str) -> None:
 def test_layers_without_rotation_are_known(family: str) -> None:
     """What a model really rotates is what it is taken to rotate."""
     try:
-        config = AutoConfig.for_model(
-            family,
-            **dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4),
-            **dict(num_key_value_heads=2, sliding_window=8, head_dim=8, pad_token_id=0, num_experts=8),
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        )
+        own = dict(num_hidden_layers=4, sliding_window=8, head_dim=8, num_experts=8)
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = AutoConfig.for_model(family, **{**BASE, **own, "layer_types": kinds})
         model = build(config, "eager")
     except (ValueError, KeyError):
         pytest.skip(f"{family} is not in this transformers")
