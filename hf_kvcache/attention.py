@@ -22,14 +22,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from . import compat
 from .codecs import Codec
-from .masked import FED_TWICE, PADDED, MaskedStates, Visible, allowed, watched
+from .flash import attend_masked, attend_segments
+from .masked import FED_TWICE, MaskedStates, View
+from .plan import Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
@@ -61,6 +63,12 @@ class Part(NamedTuple):
     def whole(self) -> Part:
         """All tokens, dense."""
         return self
+
+    def row(self, index: int, batch: int) -> Part:
+        """One of ``batch`` rows."""
+        at = index * self.keys[0].shape[0] // batch
+        keys, values = (map_state(s, lambda t: t[at : at + 1]) for s in (self.keys, self.values))
+        return Part(self.key_codec, keys, self.value_codec, values)
 
     def block(self, start: int, stop: int) -> Part:
         """Tokens ``start:stop``, whole groups, as views."""
@@ -96,23 +104,35 @@ class History(NamedTuple):
     """What one ``update`` returns, in stored form: the parts, and which of their keys each query may attend to."""
 
     parts: list[Part]
-    visible: Visible | None  # None: all keys, up to the query's own token
-    evicts: bool
+    rules: Callable[[], Visible] | None  # of the parts' slots; None: there is an observer, which is asked
+    needed: bool  # False: without a mask, queries see all keys up to their own token
     key_dtype: torch.dtype
     value_dtype: torch.dtype
+    doubled: bool = False  # some tokens have two slots
+    watch: bool = False  # somebody has to look at the mask
+    pads: Callable[[], None] | None = None  # told of tokens that the mask hides from all queries
     moved: Moved | None = None
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
-    query: int = 0  # token number of the first query
+    by_row: bool = False  # pads are not stored: rules without a mask are the rows' own
+    fed: int = 0  # tokens fed before
     queries: int = 0
 
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plain keys and values, [B, H, n, D]; views where nothing needs decoding."""
+        """Plain keys and values, [B, H, n, D]; views where nothing needs decoding. They carry their mask where a plain
+        causal one is not enough, or has to be looked at."""
         return self.decode_side(0), self.decode_side(1)
+
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``decode`` without a mask."""
+        return self._plain(0), self._plain(1)
 
     def decode_side(self, side: int) -> torch.Tensor:
         """The keys (0) or the values (1) of ``decode``."""
+        return self.masked(self._plain(side), side)
+
+    def _plain(self, side: int) -> torch.Tensor:
         if self.moved is not None:
             raise ValueError(
                 "reposition=True turns queries, so keys have to reach attention as they are: use eval() (no dropout), "
@@ -123,13 +143,15 @@ class History(NamedTuple):
         else:
             pieces = [part.value_codec.decode(part.values, self.value_dtype) for part in self.parts]
         pieces = [repeat_rows(piece, self.batch or piece.shape[0]) for piece in pieces]
-        return self.masked(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2), side)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def masked(self, states: torch.Tensor, side: int) -> torch.Tensor:
-        """Plain states that carry their mask where a plain causal one is not enough."""
-        if self.visible is None or (side == 1 and not self.visible.doubled):
+        """Plain states that carry their mask."""
+        carries = self.needed or (self.watch and side == 0)
+        if not carries or self.rules is None or (side == 1 and not self.doubled):
             return states
-        return MaskedStates.wrap(states, self.visible, ("keys", "values")[side])
+        view = View(self.rules(), self.fed, self.needed, self.doubled, self.pads)
+        return MaskedStates.wrap(states, view, ("keys", "values")[side])
 
 
 class Stored:
@@ -138,34 +160,30 @@ class Stored:
     def __init__(self, history: History, side: int) -> None:
         self.history, self._side = history, side
         self._plain: torch.Tensor | None = None
-        self._touched: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
         if self._plain is None:
             chunk = self.history.chunk
             history = self.history if chunk is None else chunk.resolve(None)
-            self._plain = history.decode_side(self._side)
+            self._plain = history._replace(watch=history.pads is not None).decode_side(self._side)
         return self._plain
 
     def touched(self) -> torch.Tensor:
         """What a model gets that does something else with it than our attention: plain, but it looks for pads."""
-        if self._touched is None:
-            history, plain = self.history, self.plain()
-            if history.observer is not None:
-                history.observer.refuse_touch()
-            if history.evicts and history.visible is None and self._side == 0:
-                plain = watched(plain, history.query, history.queries, evicts=True)
-            self._touched = plain
-        return self._touched
+        if self.history.observer is not None:
+            self.history.observer.refuse_touch()
+        return self.plain()
 
     @property
     def shape(self) -> torch.Size:
-        part = self.history.parts[0]
-        state = part.keys if self._side == 0 else part.values
-        n = self.history.chunk.tokens if self.history.chunk else sum(part.tokens for part in self.history.parts)
-        batch = self.history.batch or state[0].shape[0]
-        return torch.Size((batch, state[0].shape[1], n, state[0].shape[-1]))
+        history = self.history
+        if history.chunk is not None:
+            return history.chunk.shape(self._side)
+        state = history.parts[0].keys if self._side == 0 else history.parts[0].values
+        n = sum(part.tokens for part in history.parts)
+        n = n if history.rules is None else min(n, history.fed + history.queries)
+        return torch.Size((history.batch or state[0].shape[0], state[0].shape[1], n, state[0].shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +191,8 @@ class Stored:
 
     @property
     def device(self) -> torch.device:
-        return self.history.parts[0].keys[0].device
+        chunk = self.history.chunk
+        return self.history.parts[0].keys[0].device if chunk is None else chunk.keys.device
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself where this changes nothing: layers that share keys bring them to their device first."""
@@ -205,6 +224,9 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+Rows = Callable[[int, int], torch.Tensor]  # the mask of queries start:stop, by slot
+
+
 def attend(
     query: torch.Tensor,
     parts: list[Part],
@@ -212,7 +234,6 @@ def attend(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    visible: Visible | None = None,
 ) -> torch.Tensor:
     """``attend_torch``, or for decode the compiled kernel (CPU) or the Triton kernels (CUDA) for what they can do.
 
@@ -220,21 +241,20 @@ def attend(
     """
     batch = query.shape[0]
     if not 0 < query.shape[2] <= SMALL:
-        return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
+        return attend_torch(query, parts, scaling, mask, softcap, s_aux)
     whole = [part.expand(batch) for part in parts]
-    joined = mask if visible is None else _combine(mask, visible.rows())
     if query.device.type == "cpu" and all(part.keys[0].shape[0] == batch for part in whole):
         from . import cpu_decode
 
-        out = cpu_decode.try_attend(query, whole, scaling, joined, softcap, s_aux)
+        out = cpu_decode.try_attend(query, whole, scaling, mask, softcap, s_aux)
         if out is not None:
             return out
     if query.is_cuda and has_triton():
         from . import triton_decode
 
-        if triton_decode.supports(query, whole, joined, softcap, s_aux):
-            return triton_decode.attend_triton(query, whole, scaling, joined, softcap, s_aux)
-    return attend_torch(query, parts, scaling, mask, softcap, s_aux, visible)
+        if triton_decode.supports(query, whole, mask, softcap, s_aux):
+            return triton_decode.attend_triton(query, whole, scaling, mask, softcap, s_aux)
+    return attend_torch(query, parts, scaling, mask, softcap, s_aux)
 
 
 def attend_reference(
@@ -276,18 +296,17 @@ def attend_torch(
     query: torch.Tensor,
     parts: list[Part],
     scaling: float,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Rows | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    visible: Visible | None = None,
     mass: torch.Tensor | None = None,
     turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attend_reference`` from the codes, with bounded workspace. Same arguments, same result.
 
-    ``visible`` is a mask beside ``mask`` that is only written out for the queries at work. To ``mass`` [B, H, n]
-    float32 the attention that each key gets is added: summed over queries, averaged over the heads of a KV head.
-    ``turned`` are the queries as the first part sees them.
+    ``mask`` may also be a function that writes it out for the queries at work. To ``mass`` [B, H, n] float32 the
+    attention that each key gets is added: summed over queries, averaged over the heads of a KV head. ``turned`` are the
+    queries as the first part sees them.
     """
     batch, query_heads, queries, _ = query.shape
     if not queries:
@@ -297,12 +316,16 @@ def attend_torch(
     out = []
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
-        if visible is not None:
-            some = _combine(some, visible.rows(start, stop))
-        other = None if turned is None else turned[:, :, start:stop]
+        some, other = _some(mask, start, stop), None if turned is None else turned[:, :, start:stop]
         out.append(_attend_rows(query[:, :, start:stop], parts, scaling, some, softcap, s_aux, mass, other))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+
+def _some(mask: torch.Tensor | Rows | None, start: int, stop: int) -> torch.Tensor | None:
+    """The mask of queries ``start:stop``."""
+    if callable(mask):
+        return mask(start, stop)
+    return mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
 
 
 def _attend_rows(
@@ -334,7 +357,7 @@ def add_mass(
     query: torch.Tensor,
     parts: list[Part],
     scaling: float,
-    mask: torch.Tensor | None = None,
+    mask: Rows,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> None:
@@ -343,7 +366,7 @@ def add_mass(
     rows = max(1, ROWS // max(query.shape[0] * query.shape[1] * mass.shape[-1], 1))
     for start in range(0, query.shape[2], rows):
         stop = min(start + rows, query.shape[2])
-        some = mask[..., start:stop, :] if mask is not None and mask.shape[-2] > 1 else mask
+        some = mask(start, stop)
         probs = _probabilities(query[:, :, start:stop], blocks, scaling, some, softcap, s_aux)
         mass += probs.sum(2) * (probs.shape[1] / query.shape[1])
 
@@ -446,10 +469,13 @@ def kvcache_attention(
             return kvcache_attention(
                 module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
             )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    ordered = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     special = softcap is not None or s_aux is not None
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
         key, value = _plain(key, query.dtype), _plain(value, query.dtype)
+        queries, tokens = query.shape[2], key.shape[2]
+        if attention_mask is None and ordered and 1 < queries < tokens:  # ``kvcache_mask`` leaves out what is causal
+            attention_mask = causal(queries, tokens).to(query.device).rows()
         if not special:
             return compat.sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
@@ -458,43 +484,91 @@ def kvcache_attention(
             raise ValueError("dropout and windowed keys beside softcap or learned sinks are not supported: use eval()")
         from .codecs import CODECS, Plain
 
-        parts, visible = [Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))], None
+        part = Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))
+        rules = partial(causal, queries, tokens)
+        history = History([part], rules, False, key.dtype, value.dtype, fed=tokens - queries, queries=queries)
     else:
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
-        blind = history.evicts and history.visible is None and history.observer is None
-        if blind and attention_mask is not None and _has_pads(attention_mask):
-            raise ValueError(PADDED)
-        parts, visible = history.parts, history.visible
-    bias, queries, tokens = kwargs.get("position_bias"), query.shape[2], sum(part.tokens for part in parts)
-    if bias is not None:
-        if visible is not None:
-            raise ValueError(
-                "position_bias (relative positions) with a window or low bits is not supported: use 'full' or 'int8'"
-            )
-        if attention_mask is None and causal and queries > 1:
-            attention_mask = _causal(queries, tokens, query.device)
-        attention_mask = _combine(attention_mask, bias)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, Stored) and key.history.observer is not None:
-        run = (module, query, key, value, attention_mask, scaling, softcap, s_aux)
+    if kwargs.get("position_bias") is not None:
+        attention_mask = _with_bias(attention_mask, kwargs["position_bias"], history, query, ordered)
+    if history.observer is not None:
+        run = (module, query, history, attention_mask, scaling, softcap, s_aux)
         return _attend_observed(*run, **kwargs).transpose(1, 2).contiguous(), None
-    mask = attention_mask
-    if visible is not None:
-        visible = visible.of_last(queries).looking(mask)
-        mask = None if mask is None else visible.by_slot(mask)
-    elif queries > 1 and (causal or mask is not None):
-        if queries == tokens and not special and bias is None:  # a prompt: everything is new
-            plain_key, plain_value = _plain(key, query.dtype), _plain(value, query.dtype)
-            return compat.sdpa_attention_forward(module, query, plain_key, plain_value, mask, 0.0, scaling, **kwargs)
-        mask = _causal(queries, tokens, query.device) if mask is None else mask
-    moved, turned = history.moved if isinstance(key, Stored) else None, None
-    if moved is not None:
-        parts, turned = _move_sinks(query, parts, moved)
-    if turned is None:
-        out = attend(query, parts, scaling, mask, softcap, s_aux, visible)
-    else:
-        out = attend_torch(query, parts, scaling, mask, softcap, s_aux, visible, turned=turned)
+    queries, tokens = query.shape[2], sum(part.tokens for part in history.parts)
+    alone = queries == tokens > 1 and not history.needed and not special and kwargs.get("position_bias") is None
+    if alone and (ordered or attention_mask is not None):  # a prompt: everything is new
+        plain = (side.to(query.dtype) for side in history.plain())
+        return compat.sdpa_attention_forward(module, query, *plain, attention_mask, 0.0, scaling, **kwargs)
+    out = _attend_history(query, history, attention_mask, scaling, softcap, s_aux, ordered)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_bias(
+    mask: torch.Tensor | None, bias: torch.Tensor, history: History, query: torch.Tensor, ordered: bool
+) -> torch.Tensor:
+    """A mask together with scores by position (T5), [B or 1, H, q, tokens]; both have tokens as columns."""
+    if mask is None and ordered and query.shape[2] > 1:
+        mask = causal(query.shape[2], history.fed + history.queries).to(query.device).rows()
+    return _combine(mask, bias)
+
+
+def _attend_history(
+    query: torch.Tensor,
+    history: History,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    ordered: bool,
+) -> torch.Tensor:
+    """Attention over what a layer holds, [B, Hq, q, Dv]; who sees what is the plan's business."""
+    parts, queries = history.parts, query.shape[2]
+    facts = None if mask is None else look(mask, history.fed + history.queries)
+    if facts is not None and history.pads is not None and facts.new(history.fed, history.queries) is not None:
+        history.pads()
+    if facts is None and not history.needed and (queries == 1 or not ordered):
+        visible = None  # one query sees all there is
+    else:
+        assert history.rules is not None
+        visible = history.rules().last(queries)
+    turned = None
+    if history.moved is not None:
+        parts, turned = _move_sinks(query, parts, history.moved)
+    if visible is None:
+        return attend(query, parts, scaling, None, softcap, s_aux)
+    written: Rows = partial(visible.rows, None if facts is None else facts.mask)
+    if turned is not None:
+        return attend_torch(query, parts, scaling, written, softcap, s_aux, turned=turned)
+    if queries <= SMALL:
+        seen = _seen_by_few(visible) if facts is None else written(0, queries)
+        return attend(query, parts, scaling, seen, softcap, s_aux)
+    if facts is not None and not (history.by_row and facts.pads):
+        return attend_masked(query, parts, written, scaling, softcap, s_aux)
+    if visible.number.shape[0] == 1:
+        return attend_segments(query, parts, segments(visible), scaling, softcap, s_aux)
+    rows = [
+        attend_segments(
+            query[b : b + 1], [part.row(b, query.shape[0]) for part in parts], segments(visible.row(b)), scaling,
+            softcap, s_aux,
+        )  # fmt: skip
+        for b in range(query.shape[0])
+    ]
+    return torch.cat(rows)
+
+
+_few: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+
+def _seen_by_few(visible: Visible) -> torch.Tensor:
+    """``visible.rows()``, once for all layers that share the rules of this forward."""
+    for number, query, seen in _few:
+        if number is visible.number and len(query) == len(visible.query) and torch.equal(query, visible.query):
+            return seen
+    seen = visible.rows()
+    _few.insert(0, (visible.number, visible.query, seen))
+    del _few[2:]
+    return seen
 
 
 def _move_sinks(query: torch.Tensor, parts: list[Part], moved: Moved) -> tuple[list[Part], torch.Tensor | None]:
@@ -518,8 +592,7 @@ def _move_sinks(query: torch.Tensor, parts: list[Part], moved: Moved) -> tuple[l
 def _attend_observed(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: Stored,
-    value: Stored,
+    history: History,
     attention_mask: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
@@ -527,36 +600,44 @@ def _attend_observed(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attention under importance eviction: the layer says who sees what, and is told afterwards what was looked at."""
-    history, queries = key.history, query.shape[2]
-    parts, observer = history.parts, history.observer
-    mask = observer.mask(attention_mask, queries)
-    first, observed = observer.first_observed(attention_mask, queries)
+    queries, parts, observer = query.shape[2], history.parts, history.observer
+    facts = None if attention_mask is None else look(attention_mask, history.fed + history.queries)
+    mask: Rows | None = observer.mask(facts, queries)
+    first, observed = observer.first_observed(facts, queries)
     mass, tokens = None, sum(part.tokens for part in parts)
+    written: Rows = mask or causal(queries, tokens).to(query.device).rows_of
     if first is not None:
         mass = query.new_zeros(query.shape[0], parts[-1].keys[0].shape[1], tokens, dtype=torch.float32)
     with torch.no_grad(), full_precision(query.device):
         at_once = first == 0 and observed is None
         if at_once:
-            seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
+            seen = None if mask is None and queries == 1 else written
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
         elif queries == tokens > 1 and softcap is None and s_aux is None:
-            plain = _plain(key, query.dtype), _plain(value, query.dtype)
-            out = compat.sdpa_attention_forward(module, query, *plain, mask, 0.0, scaling, is_causal=True, **kwargs)[0]
+            plain = (side.to(query.dtype) for side in history.plain())
+            own = None if mask is None else attention_mask
+            out = compat.sdpa_attention_forward(module, query, *plain, own, 0.0, scaling, is_causal=True, **kwargs)[0]
             out = out.transpose(1, 2)
-        else:
-            seen = _causal(queries, tokens, query.device) if mask is None and queries > 1 else mask
+        elif queries <= SMALL:
+            seen = None if mask is None and queries == 1 else written(0, queries)
             out = attend(query, parts, scaling, seen, softcap, s_aux)
+        elif mask is None:
+            out = attend_segments(query, parts, segments(causal(queries, tokens)), scaling, softcap, s_aux)
+        else:
+            out = attend_masked(query, [part.whole() for part in parts], mask, scaling, softcap, s_aux)
         if mass is not None and not at_once:
-            rows = _causal(queries, tokens, query.device) if mask is None else mask
-            rows = (rows if observed is None else rows & observed)[..., first:, :]
-            add_mass(mass, query[:, :, first:], parts, scaling, rows, softcap, s_aux)
-        observer.observe(getattr(module, "layer_idx", None), query, mass, attention_mask, scaling)
+            shift: Rows = lambda a, b: _observed(written(first + a, first + b), observed, first + a, first + b)  # noqa: E731
+            add_mass(mass, query[:, :, first:], parts, scaling, shift, softcap, s_aux)
+        observer.observe(getattr(module, "layer_idx", None), query, mass, facts, scaling)
     return out
 
 
-def _causal(queries: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, q, n] bool: the last of n tokens are the queries' own."""
-    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)[None, None]
+def _observed(seen: torch.Tensor, observed: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+    """The mask of some queries, of which only those ``observed`` [B, 1, q, 1] look."""
+    if observed is None:
+        return seen
+    some = observed[..., start:stop, :]
+    return seen & some if seen.dtype == torch.bool else seen.masked_fill(~some, float("-inf"))
 
 
 def kvcache_mask(
@@ -573,9 +654,16 @@ def kvcache_mask(
     Raises:
         ValueError: the padding mask does not cover the new tokens (a prompt that is already cached is fed again).
     """
-    if attention_mask is not None and attention_mask.dim() == 2 and isinstance(q_offset, int):
-        if attention_mask.shape[-1] < q_offset + q_length and kv_length <= q_offset + q_length:
+    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    ordered = not kwargs.get("allow_is_bidirectional_skip") and compat.is_causal_mask(kwargs.get("mask_function"))
+    if attention_mask is not None and attention_mask.dim() == 2 and known and q_offset and ordered:
+        if attention_mask.shape[-1] < q_offset + q_length and kv_length + kv_offset <= q_offset + q_length:
             raise ValueError(FED_TWICE)
+    if known and compat.is_plain_causal(kwargs) and kv_length + kv_offset == q_offset + q_length:
+        # What is causal needs no mask: attention finds out by itself who is new.
+        if attention_mask is None or bool(attention_mask[:, kv_offset : kv_offset + kv_length].all()):
+            if attention_mask is None or attention_mask.shape[-1] >= kv_offset + kv_length:
+                return None
     return compat.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs
     )
@@ -610,11 +698,6 @@ def _autocasts(device: torch.device) -> bool:
 def _plain(states: Any, dtype: torch.dtype) -> torch.Tensor:
     """Plain tensors in the query's dtype, to which autocast would bring them."""
     return (states.plain() if isinstance(states, Stored) else states).to(dtype)
-
-
-def _has_pads(mask: torch.Tensor) -> bool:
-    """Whether a mask hides a token from the last query."""
-    return not bool(allowed(mask[..., -1, :]).all())
 
 
 def _combine(mask: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,12 @@ import torch
 
 from . import compat, snapshot
 from . import spec as specs
+from .attention import NAME
 from .eviction import EvictionLayer
-from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
-from .masked import FED_TWICE, watched
+from .layers import KVLayer, WindowLayer, position_ids
+from .masked import FED_TWICE, MASKABLE, MaskedStates, View
 from .placement import Offload, Offloader
+from .plan import causal
 from .retention import Importance, Retention, SinkWindow
 
 
@@ -88,9 +90,10 @@ class KVCache(compat.Cache):
         self._last_positions = [0]  # of each row, or the smallest of all
 
     def _refuse_position_bias(self) -> None:
-        """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
+        """Scores that are biased by a key's column need columns to be tokens, which they are not with these. Windows
+        and residuals say so when the first token would have to go (``KVLayer``)."""
         bias = compat.position_bias(self.config)
-        if bias and (self.retention.evicts or self.storage.has_tail):
+        if bias and isinstance(self.retention, Importance):
             raise ValueError(
                 f"{self.spec!r} is not supported for {type(self.config).__name__}, which biases scores by key position "
                 f"({bias}): use retention 'all' with storage 'full', 'int8' or 'fp8'"
@@ -192,15 +195,17 @@ class KVCache(compat.Cache):
             return self._update_layer(layer, key_states, value_states, *args, **kwargs)
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
-        last_positions = self._check_positions(positions, new)
+        last_positions, again = self._check_positions(positions, new)
+        attention = self.config._attn_implementation
+        if again and attention not in (NAME, *MASKABLE):
+            raise ValueError(FED_TWICE)  # nobody can look whether the mask covers them
         if self._offloader is not None:
             self._offloader.begin(new)
         keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
         self._last_positions = last_positions  # now that these tokens are accepted
-        if isinstance(layer, WindowLayer) and seen and new > 1 and positions is None:
-            # Without position ids only the mask shows a prompt that is fed twice (KVLayer does the same).
-            if self.config._attn_implementation in MASKABLE:
-                keys = watched(keys, seen, new)
+        if seen and (again or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
+            # Only the mask shows a prompt that is fed twice: keys look at it.
+            keys = MaskedStates.wrap(keys, View(causal(new, keys.shape[2]), seen, needed=False), "keys")
         return keys, values
 
     def _update_layer(self, layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -211,12 +216,13 @@ class KVCache(compat.Cache):
                 self.reset()  # there was nothing before this forward
             raise
 
-    def _check_positions(self, positions: torch.Tensor | None, new: int) -> list[int]:
-        """A prompt that is fed twice comes with positions that were seen before, in every row; else the last ones."""
+    def _check_positions(self, positions: torch.Tensor | None, new: int) -> tuple[list[int], bool]:
+        """The last positions, and whether those of every row were seen before: so comes a prompt that is fed twice, but
+        also what is laid out side by side on purpose. The mask tells them apart."""
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
-            return self._last_positions
+            return self._last_positions, False
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            return [last + 1 for last in self._last_positions]
+            return [last + 1 for last in self._last_positions], False
         lows = highs = positions[:, -1].tolist()
         if new > 1:  # position 0 is also that of pads, and so is a repeated one
             again, pads = positions[:, 1:] == positions[:, :-1], positions == 0
@@ -227,9 +233,8 @@ class KVCache(compat.Cache):
         lasts = self._last_positions
         lasts = lasts if len(lasts) == len(highs) else [min(lasts)] * len(highs)
         old = (high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True))
-        if max(lasts) > 0 and (any(highs) or new == 1) and all(old):
-            raise ValueError(FED_TWICE)
-        return list(map(max, highs, lasts))
+        again_ = max(lasts) > 0 and (any(highs) or new == 1) and all(old)
+        return list(map(max, highs, lasts)), again_
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""

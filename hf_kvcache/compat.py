@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import (
     Cache,
@@ -17,7 +19,7 @@ from transformers.cache_utils import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 EMPTY_LAYERS: tuple[type, ...]
 try:  # 5.24: layers that reuse another layer's cache, or have no attention at all
@@ -36,6 +38,9 @@ __all__ = [
     "LinearAttentionCacheLayerMixin",
     "cache_argument",
     "decoder_config",
+    "flash_with_lse",
+    "is_causal_mask",
+    "is_plain_causal",
     "is_plain_full_attention",
     "is_stock_layer",
     "last_reader",
@@ -93,12 +98,56 @@ def stock_layers(config: Any) -> list[Any]:
         ) from None
 
 
+FlashKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def flash_with_lse(device: torch.device) -> FlashKernel | None:
+    """torch's own flash kernel that also returns the log-sum-exp (a private operator), ``None`` where there is none.
+
+    It takes query [b, h, s, D], keys and values [b, h, n, D], the scaling, and an additive bias [b or 1, h or 1, s, n]
+    in the query's dtype or ``None``; it returns out [b, h, s, D] and lse [b, h, s] float32.
+    """
+    return {"cpu": _flash_cpu, "cuda": _flash_cuda}.get(device.type) if _has_flash(device.type) else None
+
+
+@lru_cache
+def _has_flash(device: str) -> bool:
+    name = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_efficient_attention"}
+    return hasattr(torch.ops.aten, name.get(device, "none"))
+
+
+def _flash_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, bias: torch.Tensor | None) -> Any:
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return run(q, k, v, 0.0, False, attn_mask=bias, scale=scaling)
+
+
+def _flash_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, bias: torch.Tensor | None) -> Any:
+    if bias is not None:  # rows of it have to begin at multiples of 16 values
+        n = bias.shape[-1]
+        room = bias.new_empty(*bias.shape[:-1], -(-n // 16) * 16)[..., :n].copy_(bias)
+        bias = room.expand(q.shape[0], q.shape[1], q.shape[2], n)
+    run = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse = run(q, k, v, bias, True, 0.0, False, scale=scaling)[:2]
+    return out, lse[..., : q.shape[2]]  # it comes in whole blocks of queries
+
+
 def position_bias(config: Any) -> str:
     """How this model biases scores by position, "" if it does not."""
     attention = getattr(config, "attn_config", None)
     if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
         return "ALiBi"
     return "relative attention" if getattr(config, "relative_attention_num_buckets", 0) else ""
+
+
+def is_causal_mask(function: Any) -> bool:
+    """Whether a mask is one of self-attention over a growing sequence, as far as its function says."""
+    return function is not bidirectional_mask_function
+
+
+def is_plain_causal(options: dict[str, Any]) -> bool:
+    """Whether a mask function is asked for "up to the query's own token" and nothing else."""
+    function = options.get("mask_function", causal_mask_function)
+    return function is causal_mask_function and options.get("allow_is_causal_skip", True)
 
 
 def is_plain_full_attention(layer: Any) -> bool:

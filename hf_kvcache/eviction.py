@@ -25,6 +25,8 @@ their mean score.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +36,9 @@ from .attention import NAME, History, Part, Stored, full_precision
 from .codecs import CODECS
 from .far_slots import FarSlots
 from .layers import Held, KVLayer, refuse_positive
-from .masked import ASK_FOR_OURS, allowed, watched
+from .masked import ASK_FOR_OURS, PADDED
 from .placement import Home
+from .plan import NOWHERE, Fed, Mask, Visible, causal
 from .policies import Pool
 from .retention import Importance
 from .rope import Rope
@@ -109,6 +112,7 @@ class EvictionLayer(KVLayer):
         self.kept_slots: Any = Slots(*codecs) if self.home is None else FarSlots(*codecs, self.home)
         self.tail_slots = Slots(full, full, 1)
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
+        self.fed = Fed(0)  # which tokens were no pads, from then on
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
         self.read: tuple[Any, Any, Any, float] | None = None  # what the first layer that read what is pending saw
@@ -134,15 +138,15 @@ class EvictionLayer(KVLayer):
             self.lazy_initialization(key_states, value_states)
         if self.home is not None:
             self.home.enter(key_states.device)
+        if self.padded and self.retention.tokens(self.budget, self.seen + key_states.shape[2]) <= self.seen:
+            raise ValueError(PADDED)
         with torch.no_grad(), full_precision(key_states.device):
             history = self._take(key_states, value_states)
             if attention == NAME:
                 return Stored(history, 0), Stored(history, 1)
-            keys, values = history._replace(observer=None).decode()
-            new = key_states.shape[2]
-            keys = watched(keys, self.seen - new, new, evicts=True)
+            out = history._replace(observer=None, watch=True, pads=self.found_pads).decode()
             self.settle(None, None, None)
-        return keys, values
+        return out
 
     def _refuse_stock(self, attention: str | None) -> None:
         if attention == NAME:
@@ -172,9 +176,30 @@ class EvictionLayer(KVLayer):
         part = encoded.encode(keys, values)
         self.pending = Chunk(part, keys, values, self.seen)
         self.seen += keys.shape[2]
-        held = [slots.part() for slots in self._containers()]
-        new = keys.shape[2]
-        return History([*held, part], None, True, *self.dtypes, observer=self, query=self.seen - new, queries=new)
+        held, new = [slots.part() for slots in self._containers()], keys.shape[2]
+        fed = self.seen - new
+        whole = self.own is None and self.kept == fed  # nothing was evicted
+        rules = partial(self._rules, fed, new, self.kept, self._numbers()[0, 0] if whole else None)
+        return History(
+            [*held, part], rules, not whole and new > 1, *self.dtypes, observer=self, batch=self.batch_size, fed=fed,
+            queries=new,
+        )  # fmt: skip
+
+    def _numbers(self) -> torch.Tensor:
+        """The token in every slot, [B, H, n]; -1: none."""
+        empty = torch.empty(self.batch_size, self.heads, 0, dtype=torch.int64, device=self.device)
+        return torch.cat([empty, *(slots.positions().flatten(2) for slots in self._containers())], -1).long()
+
+    def _rules(self, fed: int, new: int, held: int, number: torch.Tensor | None) -> Visible:
+        """The slots for stock attention: kept tokens, then the new ones. Where some were evicted (``number`` is
+        ``None``) heads hold different ones: all queries see all of them, and a mask can say nothing of them."""
+        rules = causal(new, held + new).to(self.device)
+        if number is None:
+            order = torch.arange(held + new, device=self.device)
+            column = torch.where(order < held, NOWHERE, order + fed - held)[None]
+        else:
+            column = torch.cat([number, torch.arange(fed, fed + new, device=self.device)])[None]
+        return rules._replace(column=column, total=fed + new)
 
     def refuse_touch(self) -> None:
         """Raise where this model does not hand its keys to attention as they are, and only that would do."""
@@ -189,69 +214,96 @@ class EvictionLayer(KVLayer):
 
     # -- attention asks ----------------------------------------------------------------------------------------------
 
-    def mask(self, attention_mask: torch.Tensor | None, queries: int) -> torch.Tensor | None:
-        """Who may attend to what, [B or 1, H or 1, q or 1, n] bool; ``None``: all of it, up to the query itself.
+    def mask(self, facts: Mask | None, queries: int) -> Callable[[int, int], torch.Tensor] | None:
+        """Who may attend to what: a function of queries ``start:stop``, [B or 1, H, Hq or 1, s, n]; ``None``: all of it,
+        up to the query itself. There may be fewer queries than new tokens, the last ones.
 
-        Of the mask that transformers made, only the columns of the new tokens speak of them. There may be fewer queries
-        than new tokens, the last ones.
+        Of a mask, its last columns speak of the new tokens; the others matter where they hide a token that is held.
         """
         assert self.pending is not None
-        new = self.pending.keys.shape[2]
-        held = self._empties()
-        width = self.kept
-        if new == 1 and held is None:
+        held, new = self._empties(), self.pending.keys.shape[2]
+        if facts is None and held is None:
             return None
-        if not width and attention_mask is None:
+        width, end = self.kept, 0 if facts is None else min(self.seen, facts.mask.shape[-1])
+        place = self._columns(facts, end - new) if facts is not None and width else None
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            if facts is None:
+                order = torch.arange(new, device=self.device)
+                own = (order <= order[new - queries + start : new - queries + stop, None])[None, None]
+                old = None
+            else:
+                some = facts.mask[..., start:stop, :] if facts.mask.shape[-2] > 1 else facts.mask
+                own = some[..., end - new : end]
+                old = None if place is None else _gather(some, place, self.seen - facts.mask.shape[-1])
+            if old is None:
+                old = torch.ones(1, 1, 1, width, dtype=torch.bool, device=self.device) if held is None else held
+                if own.dtype != torch.bool:
+                    old = torch.zeros(old.shape, dtype=own.dtype, device=old.device).masked_fill_(~old, -INF)
+            elif held is not None:
+                hide = held.repeat_interleave(old.shape[1] // held.shape[1], 1) if old.shape[1] > held.shape[1] else held
+                old = old & hide if old.dtype == torch.bool else old.masked_fill(~hide, -INF)
+            if 1 < own.shape[1] != old.shape[1] > 1:
+                old = old.repeat_interleave(own.shape[1] // old.shape[1], 1)
+            shape = torch.broadcast_shapes(old.shape[:3], own.shape[:3])
+            return torch.cat([old.expand(*shape, width), own.expand(*shape, new)], -1)
+
+        return rows
+
+    def _columns(self, facts: Mask, old: int) -> torch.Tensor | None:
+        """The mask's column, counted from the first token fed, of every token held, [B, H, n]; ``None`` where the mask
+        hides no old token but pads, which are not held."""
+        first = self.seen - facts.mask.shape[-1]
+        real = facts.real[:, :old]
+        if self.own is not None:
+            real = real | ~self.fed.whole().to(real.device)[:, max(first, 0) : max(first, 0) + old]
+        if facts.pads and bool(real.all()):
             return None
-        device = self.pending.keys.device
-        if attention_mask is None:
-            own = torch.ones(queries, new, dtype=torch.bool, device=device).tril(new - queries)[None, None]
-        else:
-            own = allowed(attention_mask)[:, :1, :, -new:]
-        if held is None:
-            held = torch.ones(1, 1, 1, width, dtype=torch.bool, device=device)
-        shape = torch.broadcast_shapes(held.shape[:2], own.shape[:2])
-        seen = torch.cat([held.expand(*shape, queries, width), own.expand(*shape, queries, new)], -1)
-        if attention_mask is None:
-            return seen
-        # Pads look at nothing: scores are made of what queries look at.
-        return seen & _real(attention_mask, queries)[:, None, :, None]
+        number = self._numbers()
+        if self.own is None:
+            return number
+        columns = self.fed.columns().to(number.device)[:, None].expand(-1, self.heads, -1)
+        return columns.gather(-1, number.clamp(0, columns.shape[-1] - 1)).masked_fill(number < 0, NOWHERE)
 
     def _empties(self) -> torch.Tensor | None:
         """Slots that hold a token, [B, H, 1, n], where not all of them do."""
-        if self.own is None and not isinstance(self.kept_slots, Ragged):
+        if (self.own is None and not isinstance(self.kept_slots, Ragged)) or not self._containers():
             return None
-        pieces = [slots.positions().flatten(2) for slots in self._containers()]
-        return (torch.cat(pieces, -1) >= 0)[:, :, None] if pieces else None
+        return (self._numbers() >= 0)[:, :, None]
 
-    def first_observed(
-        self, attention_mask: torch.Tensor | None, queries: int
-    ) -> tuple[int | None, torch.Tensor | None]:
+    def first_observed(self, facts: Mask | None, queries: int) -> tuple[int | None, torch.Tensor | None]:
         """The first of these queries, the last new ones, whose attention mass is wanted (``None``: no mass), and which
         ones are, [B, 1, q, 1], where rows differ: each row counts its own, without pads."""
         if self.policy.needs != "mass" or self.read is not None:
             return None, None
-        first = self.policy.first_observed(queries)
-        if attention_mask is None or first == 0:
+        first, real = self.policy.first_observed(queries), self._real(facts)
+        if real is None:
             return first, None
-        real = _real(attention_mask, queries)
+        real = real[:, -queries:]
         wanted = torch.tensor([n - self.policy.first_observed(n) for n in real.sum(-1).tolist()], device=real.device)
         observed = real & (real.flip(1).cumsum(1).flip(1) <= wanted[:, None])
         return int(observed.any(0).int().argmax()), observed[:, None, :, None]
+
+    def _real(self, facts: Mask | None) -> torch.Tensor | None:
+        """Which new tokens are no pads, [B, q]; ``None``: all of them."""
+        assert self.pending is not None
+        new = self.pending.keys.shape[2]
+        real = None if facts is None else facts.new(self.seen - new, new)
+        return None if real is None else real.expand(self.batch_size, -1)
 
     def observe(
         self,
         reader: int | None,
         query: torch.Tensor,
         mass: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
+        facts: Mask | None,
         scaling: float,
     ) -> None:
         """What the attention of layer ``reader`` saw; after the last layer that reads these keys, as ``settle``.
 
         Where layers share keys, only the one that made them counts: others may leave out queries.
         """
-        self.read = self.read or (query, mass, attention_mask, scaling)
+        self.read = self.read or (query, mass, facts, scaling)
         if reader is None or reader >= self.last_reader:
             self.settle(*self.read)
 
@@ -261,7 +313,7 @@ class EvictionLayer(KVLayer):
         self,
         query: torch.Tensor | None,
         mass: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
+        facts: Mask | None,
         scaling: float = 1.0,
     ) -> None:
         """Score everything, and let go of what is beyond the budget.
@@ -269,14 +321,16 @@ class EvictionLayer(KVLayer):
         Args:
             query: [B, Hq, q, D].
             mass: [B, H, m + q] float32.
-            attention_mask: as transformers made it; its last columns say which new tokens are pads.
+            facts: of the attention mask; its last columns say which new tokens are pads.
             scaling: of the scores.
         """
-        chunk, self.pending, self.read = self.pending, None, None
+        chunk = self.pending
         assert chunk is not None
+        real = self._real(facts)
+        self.pending, self.read = None, None
         if not chunk.keys.shape[2]:
             return
-        position = self._number(chunk, attention_mask)  # [B, H, q]
+        position = self._number(chunk, real)  # [B, H, q]
         nothing = position.new_zeros(*position.shape[:2], 0)
         held = torch.cat([nothing, *(s.positions().flatten(2) for s in self._containers())], -1)
         before = [s.scores().repeat_interleave(s.group, -1) for s in self._containers()]
@@ -305,18 +359,15 @@ class EvictionLayer(KVLayer):
     def _containers(self) -> list[Any]:
         return [slots for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
 
-    def _number(self, chunk: Chunk, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def _number(self, chunk: Chunk, real: torch.Tensor | None) -> torch.Tensor:
         """The new tokens' numbers among their row's own, [B, H, q] int64; -1 for pads."""
         batch, heads, new = chunk.keys.shape[:3]
         device = chunk.keys.device
-        real = None
-        if attention_mask is not None:
-            real = _real(attention_mask, new).expand(batch, -1)
-            real = None if self.own is None and bool(real.all()) else real
         if real is None and self.own is None:
             return torch.arange(chunk.first, chunk.first + new, device=device).expand(batch, heads, new)
         if self.own is None:
-            self.own = torch.full((batch,), chunk.first, device=device)
+            self.own, self.fed = torch.full((batch,), chunk.first, device=device), Fed(batch, chunk.first, device)
+        self.fed.add(real, new)
         if real is None:
             real = torch.ones(batch, new, dtype=torch.bool, device=device)
         number = self.own[:, None] + real.cumsum(-1) - 1
@@ -540,10 +591,6 @@ class EvictionLayer(KVLayer):
         return slots, total - slots
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
     def kept(self) -> int:
         """Tokens held per row and head: the most of any."""
         return sum(slots.tokens for slots in self._containers())
@@ -617,7 +664,7 @@ class EvictionLayer(KVLayer):
             parts["residual"] += sum(
                 {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in waiting}.values()
             )
-        own = [] if self.own is None else [self.own]
+        own = [] if self.own is None else [self.own, self.fed.real]
         tables = self.rope.tensors() if self.rope else ()
         parts["indices"] += sum(t.untyped_storage().nbytes() for t in (*own, *tables))
         return tiers
@@ -684,6 +731,7 @@ class EvictionLayer(KVLayer):
         new = copy.copy(self)
         new.kept_slots, new.tail_slots = self.kept_slots.fork(), self.tail_slots.fork()
         new.memory = {name: t.clone() for name, t in self.memory.items()}
+        new.fed = self.fed.map(torch.clone)
         return new
 
     def export(self) -> dict[str, Any]:
@@ -696,7 +744,7 @@ class EvictionLayer(KVLayer):
         held = {name: _export(slots) for name, slots in kinds.items() if slots_used(slots)}
         if self.home is not None and not self.home.in_place:
             self.home.discard()  # one staged copy at a time
-        return {**facts, "own": self.own, "memory": self.memory, "held": held}
+        return {**facts, "own": self.own, "real": self.fed.real, "memory": self.memory, "held": held}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """The inverse of ``export``."""
@@ -706,6 +754,8 @@ class EvictionLayer(KVLayer):
         for name in FACTS:
             setattr(self, name, facts[name])
         self.is_initialized, self.own, self.memory = True, facts["own"], facts["memory"]
+        self.fed = Fed(0, self.seen)
+        self.fed.real = facts["real"]
         if self.home is not None:
             self.home.device = self.device
         for name, fields in facts["held"].items():
@@ -733,13 +783,19 @@ class EvictionLayer(KVLayer):
             for slots in self._containers():
                 slots.map_rows(fn)
             self.memory = {name: fn(t) for name, t in self.memory.items()}
-            self.own = None if self.own is None else fn(self.own)
+            if self.own is not None:
+                self.own, self.fed = fn(self.own), self.fed.map(fn)
         self.batch_size = probe.shape[0]
 
 
-def _real(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
-    """Which of the last ``new`` tokens are no pads, [B or 1, new] bool: the last query sees them."""
-    return allowed(attention_mask[:, :1, -1:, -new:])[:, 0, 0]
+def _gather(mask: torch.Tensor, column: torch.Tensor, first: int) -> torch.Tensor:
+    """Of a mask [B or 1, h, s, columns] what it says of ``column`` [B, H, n], [B, H or h, s, n]; what it does not speak
+    of is seen. ``first`` is the token of its first column."""
+    heads = max(mask.shape[1], column.shape[1])
+    index = (column - max(first, 0)).repeat_interleave(heads // column.shape[1], 1)[:, :, None]
+    index = index.expand(-1, -1, mask.shape[-2], -1)
+    out = mask.expand(column.shape[0], heads, -1, -1).gather(-1, index.clamp(0, mask.shape[-1] - 1))
+    return out.masked_fill(index < 0, True if mask.dtype == torch.bool else 0.0)
 
 
 def _export(slots: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,15 +19,13 @@ import torch
 from . import compat, cpu_decode
 from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
 from .codecs import CODECS, Codec
-from .masked import ASK_FOR_OURS, Visible
+from .masked import ASK_FOR_OURS, MASKABLE, PADDED
 from .placement import Home
+from .plan import FOREVER, Visible
 from .retention import Retention
 from .rope import find_rope
 from .spec import Storage
 from .store import Slab, concat, slot_tokens, twin
-
-# Stock attention functions that read their keys through torch ops, where MaskedStates can apply its mask.
-MASKABLE = ("sdpa", "eager")
 
 
 class Run:
@@ -152,6 +151,65 @@ class Layout(NamedTuple):
         return self.sinks + self.held + self.raw
 
 
+class Rules(NamedTuple):
+    """When a token is encoded and when it leaves, in tokens; numbers only, so that layers of a kind share plans."""
+
+    apart: int  # first tokens, which are never encoded
+    sinks: int  # of them, those that never leave a window
+    residual: int
+    group: int
+    quantize_after: int
+    has_tail: bool
+    window: int | None
+    limit: int | None  # slots of the sealed ring
+    pinned: int
+
+    def boundary(self, seen: int) -> int:
+        """Tokens before this one are sinks or sealed once ``seen`` tokens were seen."""
+        start = min(self.apart, seen)
+        if seen <= self.quantize_after:
+            return start
+        return start + max(seen - self.apart - self.residual, 0) // self.group * self.group
+
+    def sealed_since(self, token: torch.Tensor) -> torch.Tensor:
+        """The first query that sees a token in its encoded form."""
+        group_end = (token - self.apart).div(self.group, rounding_mode="floor").add(1) * self.group
+        return (group_end + self.apart + self.residual - 1).clamp_min(self.quantize_after)
+
+    def forms(self, number: torch.Tensor, encoded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first query that sees these tokens in this form, first that does not any more), as ``number`` int64."""
+        since, until = torch.zeros_like(number), torch.full_like(number, FOREVER)
+        if self.has_tail and encoded:
+            since = self.sealed_since(number)
+        elif self.has_tail:
+            until = torch.where(number < self.apart, until, self.sealed_since(number))
+        if self.window is not None:
+            until = torch.where(number < self.sinks, until, torch.minimum(until, number + self.window))
+        return since, until
+
+
+@lru_cache(maxsize=4)
+def slots_of(rules: Rules, layout: Layout, seen: int, new: int, device: torch.device) -> Visible:
+    """The rules of one call's slots: sinks, sealed ones, plain ones. Made once for all layers of a kind."""
+    total = seen + new
+    sealed = rules.boundary(total) - layout.sinks  # tokens ever sealed
+    if layout.joins:
+        recent = torch.arange(sealed - layout.held + rules.pinned, sealed)
+        tokens = torch.cat([torch.arange(rules.pinned), recent])
+    else:
+        tokens = slot_tokens(sealed, rules.limit, rules.pinned)
+    runs = [
+        (torch.arange(layout.sinks), False),
+        (tokens + layout.sinks, True),
+        (torch.arange(total - layout.raw, total), False),
+    ]
+    forms = [rules.forms(number, encoded) for number, encoded in runs]
+    number = torch.cat([number for number, _ in runs])
+    since, until = (torch.cat(pieces) for pieces in zip(*forms, strict=True))
+    query = torch.arange(seen, total)
+    return Visible(number[None], since[None], until[None], query[None], number[None], total).to(device)
+
+
 class Held(NamedTuple):
     """A run of tokens as the planner counts it."""
 
@@ -186,6 +244,7 @@ class KVLayer(compat.CacheLayerMixin):
         self.storage, self.retention = storage, retention
         self.config, self.index, self.home = config, index, home
         self.rope = find_rope(config, index) if retention.reposition else None
+        self.bias = compat.position_bias(config)
         self.is_initialized = False
         self.reset()
 
@@ -196,6 +255,10 @@ class KVLayer(compat.CacheLayerMixin):
         pinned = sinks if storage.lossless else 0
         limit = None if window is None else -(-window // storage.group) * storage.group + pinned
         self.apart = 0 if storage.lossless else max(sinks, storage.sinks)
+        self.rules = Rules(
+            self.apart, sinks, storage.residual, storage.group, storage.quantize_after, storage.has_tail, window, limit,
+            pinned,
+        )  # fmt: skip
         self.sinks = Run(full, full, phase=self.index)
         if self.home is not None:
             self.home.clear()
@@ -203,6 +266,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.sealed = Run(storage.key_codec, storage.value_codec, limit, pinned, self.index, make)
         self.tail = Run(full, full)
         self.seen = 0
+        self.chunk: Any = None  # new tokens whose mask has not come yet (``padded.Chunk``)
+        self.padded = False  # a mask has shown pads, and they lie in slots of their own
         self.peaks: torch.Tensor | None = None  # not looked at yet
         if self.rope is not None:
             self.rope.clear()
@@ -213,11 +278,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def boundary(self, seen: int) -> int:
         """Tokens before this one are sinks or sealed once ``seen`` tokens were seen."""
-        storage = self.storage
-        start = min(self.apart, seen)
-        if seen <= storage.quantize_after:
-            return start
-        return start + max(seen - self.apart - storage.residual, 0) // storage.group * storage.group
+        return self.rules.boundary(seen)
 
     def held_at(self, seen: int) -> list[Held]:
         """What is held once ``seen`` tokens were seen; arithmetic only."""
@@ -237,12 +298,6 @@ class KVLayer(compat.CacheLayerMixin):
     def far_at(self, seen: int) -> Held:
         """Of ``held_at``, what a placement may move off the device."""
         return self.held_at(seen)[1]
-
-    def _sealed_since(self, token: torch.Tensor) -> torch.Tensor:
-        """The first query that sees a token in its encoded form."""
-        storage = self.storage
-        group_end = (token - self.apart).div(storage.group, rounding_mode="floor").add(1) * storage.group
-        return (group_end + self.apart + storage.residual - 1).clamp_min(storage.quantize_after)
 
     def _layout(self, new: int, ordered: bool = False) -> Layout:
         """How the next call of ``new`` tokens will find its keys; arithmetic only."""
@@ -289,11 +344,9 @@ class KVLayer(compat.CacheLayerMixin):
         direct = self._direct(key_states, value_states) if key_states.shape[2] == 1 else None
         if direct is not None:
             return self._append_direct(direct, key_states, value_states)
+        self.catch_up()
         self._check(key_states, value_states)
-        if self.retention.reposition and self._attention() != NAME:
-            out = ASK_FOR_OURS if compat.takes_attention(self.config) else "this model takes none, leave out reposition"
-            raise ValueError(f"reposition=True needs queries that an attention of ours can turn: {out}")
-        positions = position_ids(args, kwargs)
+        self._refuse(key_states.shape[2])
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if self.retention.reposition and with_grad:
             raise ValueError("reposition=True turns queries, which has no gradient here: use torch.no_grad()")
@@ -301,16 +354,19 @@ class KVLayer(compat.CacheLayerMixin):
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
+            waits = key_states.shape[2] > 1 or (key_states.shape[2] and not self.seen)
+            if self.by_row and waits and self._attention() == NAME and not with_grad:
+                from .padded import Chunk
+
+                self.chunk = Chunk(self, key_states, value_states)
+                history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+                return Stored(history, 0), Stored(history, 1)
             with torch.no_grad(), full_precision(key_states.device):
-                history = self._append(key_states, value_states, with_grad, positions is not None)
+                history = self._append(key_states, value_states, with_grad)
         except BaseException:
             if fresh:  # a refused first update leaves nothing behind
                 self.reset()
             raise
-        if self.by_row and self.seen == key_states.shape[2] and self._attention() == NAME and not with_grad:
-            from .padded import Chunk
-
-            history = history._replace(chunk=Chunk(self, key_states, value_states, history))
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     @property
@@ -318,12 +374,43 @@ class KVLayer(compat.CacheLayerMixin):
         """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``)."""
         return (self.retention.evicts or self.storage.has_tail or self.apart > 0) and self.home is None
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool, positions_known: bool) -> History:
+    def _refuse(self, new: int) -> None:
+        """What these tokens would make impossible, before they do."""
+        retention, total = self.retention, self.seen + new
+        if retention.reposition and self._attention() != NAME:
+            out = ASK_FOR_OURS if compat.takes_attention(self.config) else "this model takes none, leave out reposition"
+            raise ValueError(f"reposition=True needs queries that an attention of ours can turn: {out}")
+        evicts = retention.window is not None and total > retention.sinks + retention.window
+        if evicts and self.padded:
+            raise ValueError(PADDED)
+        if self.bias and (evicts or self.boundary(total) > min(self.apart, total) and self.storage.has_tail):
+            raise ValueError(
+                f"layer {self.index}: {type(self.config).__name__} biases scores by key position ({self.bias}), and "
+                f"{total} tokens are more than this cache keeps in their order: use retention 'all' with storage "
+                "'full', 'int8' or 'fp8', or a longer window or residual"
+            )
+        attention = self._attention()
+        if new > 1 and attention not in (*MASKABLE, NAME, None) and self._needs_mask(self._layout(new), new, False):
+            raise ValueError(
+                f"layer {self.index}: this chunk of {new} tokens needs a mask that attention {attention!r} cannot "
+                f"apply: {ASK_FOR_OURS}"
+            )
+
+    def _needs_mask(self, layout: Layout, new: int, ordered: bool) -> bool:
+        """Whether "all keys up to the query's own token" is not what these queries see."""
+        retention = self.retention
+        full_window = retention.window is not None and self.seen + new > retention.sinks + retention.window
+        plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
+        plain_ring = plain_ring and not self._hides_sinks
+        return layout.doubled or (full_window and not plain_ring)
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, ordered: bool) -> History:
         new = keys.shape[2]
         if self.home is not None:
             self.home.enter(keys.device)
         layout = self._layout(new, ordered)
-        visible = self._visible(layout, new, ordered, positions_known)
+        needed = self._needs_mask(layout, new, ordered)
+        rules = partial(slots_of, self.rules, layout, self.seen, new, self.device)
         own = max(layout.sinks - self.seen, 0)  # of the new tokens, those that are sinks
         if own:
             self.sinks.append(self.sinks.encode(keys[:, :, :own], values[:, :, :own]))
@@ -345,14 +432,32 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += new
         runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return self._history(parts, visible, self._moved(self.seen - new), new)
+        return self._history(parts, rules, needed, layout.doubled, new)
 
-    def _history(self, parts: list[Part], visible: Visible | None, moved: Moved | None, new: int) -> History:
-        evicts, rows, first = self.retention.evicts, self.batch_size, self.seen - new
-        return History(parts, visible, evicts, *self.dtypes, moved=moved, batch=rows, query=first, queries=new)
+    def _history(
+        self, parts: list[Part], rules: Callable[[], Visible], needed: bool, doubled: bool, new: int
+    ) -> History:
+        fed = self.seen - new
+        moved, pads = self._moved(fed), self.found_pads if self.retention.evicts else None
+        return History(
+            parts, rules, needed, *self.dtypes, doubled=doubled, pads=pads, moved=moved, batch=self.batch_size, fed=fed,
+            queries=new,
+        )  # fmt: skip
+
+    def found_pads(self) -> None:
+        """A mask hides tokens from all queries, and they have slots of their own here.
+
+        Raises:
+            ValueError: tokens were evicted, among them perhaps the row's first ones.
+        """
+        self.padded = True
+        if self.kept < self.seen:
+            raise ValueError(PADDED)
 
     def catch_up(self) -> None:
-        """Store tokens that wait for their mask; here none do (see ``padded.PaddedLayer``)."""
+        """Store tokens that wait for their mask, where no attention of ours followed."""
+        if self.chunk is not None:
+            self.chunk.resolve(None)
 
     def _moved(self, query: int) -> Moved | None:
         """Where ``reposition`` lets queries stand for the sinks; ``None`` where they may stay."""
@@ -368,7 +473,9 @@ class KVLayer(compat.CacheLayerMixin):
         ``None`` for all else: another shape or dtype, gradients, a group to seal, a mask of our own.
         """
         storage, seen = self.storage, self.seen
-        if self.home is not None or not self.is_initialized or seen < self.apart:
+        if self.home is not None or not self.is_initialized or seen < self.apart or self.chunk is not None:
+            return None
+        if self.bias or self.padded:
             return None
         if not cpu_decode.appends(keys, values):
             return None
@@ -394,9 +501,11 @@ class KVLayer(compat.CacheLayerMixin):
             bad = run.append_direct(keys, values)
         if bad is not None:
             self.refuse_non_finite(bad)
+        layout = self._layout(1)
+        rules = partial(slots_of, self.rules, layout, self.seen, 1, self.device)
         self.seen += 1
-        parts, moved = [part for run in self.runs if len(run) for part in run.parts()], self._moved(self.seen - 1)
-        return self._present(self._history(parts, None, moved, 1), None)
+        parts = [part for run in self.runs if len(run) for part in run.parts()]
+        return self._present(self._history(parts, rules, False, False, 1), None)
 
     @property
     def _hides_sinks(self) -> bool:
@@ -417,51 +526,13 @@ class KVLayer(compat.CacheLayerMixin):
             self.sealed.append(encoded)
         return self.sealed.parts() if joined is None else [joined]
 
-    def _visible(self, layout: Layout, new: int, ordered: bool, positions_known: bool) -> Visible | None:
-        """The mask of this call, where "all keys up to the query's own token" is not it."""
-        seen, total = self.seen, self.seen + new
-        retention, attention = self.retention, self._attention()
-        full_window = retention.window is not None and total > retention.sinks + retention.window
-        plain_ring = new == 1 and not ordered and self.storage.group == 1 and not self.storage.has_tail
-        plain_ring = plain_ring and not self._hides_sinks
-        needed = layout.doubled or (full_window and not plain_ring)
-        # Under stock attention keys also look at the mask, for what nothing else can show: pads, a prompt fed twice.
-        again = seen and new > 1 and not positions_known
-        watch = attention != NAME and (again or retention.evicts)
-        if not needed and not watch:
-            return None
-        if needed and new > 1 and attention not in (*MASKABLE, NAME, None):
-            raise ValueError(
-                f"layer {self.index}: this chunk of {new} tokens needs a mask that attention {attention!r} cannot "
-                f"apply: {ASK_FOR_OURS}"
-            )
-        position, forever = torch.cat(self._slots(layout, total)), torch.iinfo(torch.int64).max
-        since, until = position.clone(), torch.full_like(position, forever)
-        a, b = layout.sinks, layout.sinks + layout.held
-        if self.storage.has_tail:
-            since[a:b] = torch.maximum(position[a:b], self._sealed_since(position[a:b]))
-            until[b:] = self._sealed_since(position[b:])
-        if retention.window is not None:
-            until = torch.where(position < retention.sinks, until, torch.minimum(until, position + retention.window))
-        since, until, position = (t.to(self.device) for t in (since, until, position))
-        return Visible(since, until, position, seen, new, retention.evicts, layout.doubled, needed)
-
-    def _slots(self, layout: Layout, total: int) -> list[torch.Tensor]:
-        """Token numbers of the sinks, the sealed slots and the plain slots that this call returns."""
-        pinned, sealed = self.sealed.pinned, self.boundary(total) - layout.sinks  # tokens ever sealed
-        if layout.joins:
-            recent = torch.arange(sealed - layout.held + pinned, sealed)
-            tokens = torch.cat([torch.arange(pinned), recent])
-        else:
-            tokens = slot_tokens(sealed, self.sealed.limit, pinned)
-        return [torch.arange(layout.sinks), tokens + layout.sinks, torch.arange(total - layout.raw, total)]
-
     def _present(self, history: History, with_grad: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[Any, Any]:
         if with_grad is None and self._attention() == NAME:
             return Stored(history, 0), Stored(history, 1)
+        history = history._replace(watch=self.retention.evicts)
         if with_grad is None:
             return history.decode()
-        decoded, lossless = history._replace(visible=None).decode(), self.storage.lossless
+        decoded, lossless = history.plain(), self.storage.lossless
         keys, values = (_attach(out, new, lossless) for out, new in zip(decoded, with_grad, strict=True))
         return history.masked(keys, 0), history.masked(values, 1)
 
@@ -472,11 +543,14 @@ class KVLayer(compat.CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, evicted ones included."""
-        return self.seen
+        return self.seen if self.chunk is None else self.seen + self.chunk.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
+        self.catch_up()
         slots, total = self._layout(query_length).slots, self.seen + query_length
+        if self._attention() == NAME:  # ours finds two slots of a token by itself
+            slots = min(slots, total)
         return slots, max(total - slots, 0)
 
     def get_max_length(self) -> int:
@@ -485,12 +559,16 @@ class KVLayer(compat.CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether ``crop`` is exact at any time: not where tokens may be gone, or sealed in groups."""
-        return not (self.retention.evicts or self.storage.has_tail)
+        """Whether ``crop`` of what was seen is exact: not where tokens are gone or sealed in groups, nor where they may
+        be and nothing was seen yet. ``generate`` asks after the prompt's forward."""
+        if not (self.retention.evicts or self.storage.has_tail):
+            return True
+        return 0 < self.get_seq_length() == self.exact
 
     @property
     def kept(self) -> int:
         """Tokens held per row."""
+        self.catch_up()
         return len(self.sinks) + len(self.sealed) + len(self.tail)
 
     @property
@@ -504,6 +582,7 @@ class KVLayer(compat.CacheLayerMixin):
         return self._decoded(1)
 
     def _decoded(self, side: int) -> torch.Tensor | None:
+        self.catch_up()
         if not self.is_initialized or self.sealed.keys.state is None:
             return None
         pieces = []
@@ -516,10 +595,12 @@ class KVLayer(compat.CacheLayerMixin):
     @property
     def quantized(self) -> int:
         """Tokens held in encoded form, per row."""
+        self.catch_up()
         return 0 if self.storage.lossless else len(self.sealed)
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and part, as ``KVCache.memory`` names them."""
+        self.catch_up()
         tiers: dict[str, dict[str, int]] = {}
         for run in self.runs:
             for slab in run.slabs:
@@ -557,6 +638,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
+        self.catch_up()
         refuse_positive(tokens_to_remove)
         if not tokens_to_remove:
             return
@@ -592,6 +674,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, next to each other; sealed tokens without a limit are shared, not copied."""
+        self.catch_up()
         for slab in self.sealed.slabs if self.sealed.limit is None and self.home is None else ():
             slab.freeze()
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
@@ -603,6 +686,7 @@ class KVLayer(compat.CacheLayerMixin):
     def _map_rows(self, fn: Any) -> None:
         if not self.is_initialized:
             return
+        self.catch_up()
         with torch.no_grad(), torch.inference_mode(False):
             probe = fn(torch.arange(self.batch_size))
             for run in self.runs:
@@ -612,6 +696,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def fork(self) -> KVLayer:
         """A layer that continues from here on its own; both share what is stored and never changes."""
+        self.catch_up()
         new = twin(self)
         new.sealed = self.sealed.fork()
         if self.apart:  # otherwise there are no sinks, ever: nothing to keep apart

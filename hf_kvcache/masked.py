@@ -3,15 +3,16 @@
 transformers builds one causal mask from two numbers, a key length and an offset. That cannot say that, inside one
 chunk of queries, each query has its own window, or that a token is plain for one query and encoded for the next. Where
 a chunk needs that, ``update`` hands out its keys as ``MaskedStates``: a tensor that behaves as any other, except that
-the place where it turns into scores applies the missing part of the mask.
+the place where it turns into scores applies the missing part of the mask (``plan.Visible``).
 
-    sdpa    scaled_dot_product_attention(q, K, v, mask)   ->  mask & visible
-    eager   softmax(q @ K^T * scale + mask)               ->  hidden scores are -inf before the softmax
+    sdpa    scaled_dot_product_attention(q, K, v, mask)   ->  the rules of the slots, and ``mask`` by their tokens
+    eager   softmax(q @ K^T * scale + mask)               ->  the same, where the mask is added
 
 Where tokens have two slots, values come wrapped too: with an empty cache and no mask, the stock sdpa function takes
 keys beyond the number of queries for unused slots of a static cache and cuts them off; ``MaskedStates`` do not let it.
 
-A decode step needs none of this (one query sees all that is held) and gets plain tensors.
+A decode step needs none of this (one query sees all that is held) and gets plain tensors, unless somebody has to look
+at the mask: for pads, which an evicting layer must not keep, and for a prompt that is fed a second time.
 
 A model may turn what it gets into other keys first (latents of MLA). Their mask cannot follow, which is refused where
 one is needed; where none is, the states go on as "watch" and "glance": they change nothing, but look at the mask.
@@ -25,6 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .plan import Mask, Visible, allowed, look
+
+MASKABLE = ("sdpa", "eager")  # stock attention functions that read their keys through torch ops
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
 KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__".split())
 # What a model does to keys that are not keys yet (latents): the mask cannot follow.
@@ -38,89 +42,44 @@ FED_TWICE = (
 )
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (
-    "this retention evicts tokens and the batch has padding: rows would keep pads as their first tokens; use rows of "
-    f"equal length, or retention 'all', or (for rows that are padded from the first forward on) {ASK_FOR_OURS}"
+    "this retention evicts tokens and the mask hides some (padding): rows would keep them as their first tokens; use "
+    f"rows of equal length, or retention 'all', or {ASK_FOR_OURS}"
 )
 
 
-def allowed(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of transformers, bool or additive, as bool."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+class View(NamedTuple):
+    """What the keys of one forward carry."""
 
+    visible: Visible
+    fed: int  # tokens fed before
+    needed: bool  # False: the mask that the model applies says it all, and keys only look at it
+    doubled: bool = False  # some tokens have two slots
+    pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
 
-class Visible(NamedTuple):
-    """Which keys each query attends to: query p sees slot j iff ``since[j] <= p < until[j]``.
+    def of_last(self, queries: int) -> View:
+        """For the last ``queries`` of the call only."""
+        return self._replace(visible=self.visible.last(queries))
 
-    A window ends with ``until``. A token that is sealed while a chunk is running has two slots, its plain form until
-    then and its encoded form since then, so that each query of the chunk sees what it would have seen alone.
-    """
-
-    since: torch.Tensor  # [n] int64
-    until: torch.Tensor  # [n] int64
-    position: torch.Tensor  # [n] int64, token number
-    query: int  # token number of the first query
-    queries: int
-    evicts: bool
-    doubled: bool  # some tokens have two slots
-    needed: bool = True  # False: a plain causal mask says the same, and keys only carry this to look at the mask
-    ahead: torch.Tensor | None = None  # [B or 1, 1, q, n] bool: later tokens that a query sees too (of its image)
-
-    def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Queries ``start:stop`` of the call, [1 or B, 1, stop - start, n] bool."""
-        stop = self.queries if stop is None else stop
-        p = torch.arange(self.query + start, self.query + stop, device=self.since.device)[:, None]
-        seen = ((self.since <= p) & (p < self.until))[None, None]
-        return seen if self.ahead is None else seen | self.ahead[..., start:stop, :]
-
-    def of_last(self, queries: int) -> Visible:
-        """For the last ``queries`` of the call only: layers without keys of their own may leave out the others."""
-        if queries >= self.queries:
-            return self
-        ahead = None if self.ahead is None else self.ahead[..., -queries:, :]
-        return self._replace(query=self.query + self.queries - queries, queries=queries, ahead=ahead)
-
-    def looking(self, mask: torch.Tensor | None) -> Visible:
-        """With what a mask made by transformers lets queries see of later tokens: the rest of their image.
-
-        A later token is seen in the form that it comes in.
-        """
-        if mask is None or self.queries == 1 or mask.shape[-2] != self.queries:
-            return self
-        end = min(self.query + self.queries, mask.shape[-1])
-        new = allowed(mask)[..., end - self.queries : end]  # [B, 1, q, q]
-        if not new.diagonal(1, -2, -1).any():
-            return self
-        offset = self.position - self.query
-        later = (offset > torch.arange(self.queries, device=offset.device)[:, None]) & (self.since == self.position)
-        return self._replace(ahead=new[..., offset.clamp_min(0)] & later & (self.until > self.position))
-
-    def by_slot(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """What a mask made by transformers for this call says about the slots, after a look at it.
-
-        It counts its columns as consecutive tokens of some layer. A window without pads needs nothing of it, ``rows``
-        say it all; where tokens have two slots, only its last row (which tokens are real) is used, by token number.
+    def look(self, mask: torch.Tensor) -> Mask:
+        """The facts of a mask.
 
         Raises:
-            ValueError: pads under an evicting retention, or queries that may not see themselves (a prompt fed twice).
+            ValueError: no query of any row may see itself (a prompt fed twice), or what ``pads`` raises.
         """
-        last = allowed(mask)[..., -1, :]
-        total = self.query + self.queries
-        own = min(total, mask.shape[-1]) - 1
-        if not last[..., own].any():
+        facts, queries = look(mask, self.visible.total), self.visible.queries
+        end = min(self.visible.total, mask.shape[-1])
+        if self.fed and not bool(facts.real[:, max(end - queries, 0) : end].any()):
             raise ValueError(FED_TWICE)
-        if self.evicts and not last[..., :total].all():
-            raise ValueError(PADDED)
-        if self.evicts:
-            return None
-        return mask[..., -1:, :][..., self.position] if self.doubled else mask
+        if self.pads is not None and not bool(facts.real[:, :end].all()):
+            self.pads()
+        return facts
 
-
-def watched(keys: torch.Tensor, seen: int, queries: int, evicts: bool = False) -> torch.Tensor:
-    """Keys [B, H, n, D] of ``queries`` tokens after ``seen`` others, that look at their mask but do not change it."""
-    total = seen + queries
-    position = torch.arange(total - keys.shape[2], total, device=keys.device)
-    forever = torch.full_like(position, torch.iinfo(torch.int64).max)
-    return MaskedStates.wrap(keys, Visible(position, forever, position, seen, queries, evicts, False, False), "keys")
+    def seen(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Who sees what, by the rules and by a mask, [R or B, 1 or H, q, n] bool or additive."""
+        if mask is None:
+            return self.visible.rows()
+        self.look(mask)
+        return self.visible.rows(mask)
 
 
 class MaskedStates(torch.Tensor):
@@ -129,19 +88,19 @@ class MaskedStates(torch.Tensor):
     "watch" is anything made of keys that are no keys yet, "glance" are their scores: they only look at the mask.
     """
 
-    visible: Visible
+    carried: View
     kind: str  # "keys", "scores", "values"; "glance", "watch"
 
     @staticmethod
-    def wrap(data: torch.Tensor, visible: Visible, kind: str) -> MaskedStates:
+    def wrap(data: torch.Tensor, view: View, kind: str) -> MaskedStates:
         states = data.as_subclass(MaskedStates)
-        states.visible, states.kind = visible, kind
+        states.carried, states.kind = view, kind
         return states
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        carriers = [a for a in _leaves((args, kwargs)) if isinstance(a, MaskedStates) and hasattr(a, "visible")]
+        carriers = [a for a in _leaves((args, kwargs)) if isinstance(a, MaskedStates) and hasattr(a, "carried")]
         if not carriers:
             return super().__torch_function__(func, types, args, kwargs)
         carrier, name = min(carriers, key=lambda a: a.kind), func.__name__  # in this order
@@ -156,20 +115,20 @@ class MaskedStates(torch.Tensor):
                 return carrier
             out = func(*_map(_plain, args), **_map(_plain, kwargs))
             if name in KEEPS_STATES and isinstance(out, torch.Tensor):
-                return cls.wrap(out, carrier.visible, carrier.kind)
+                return cls.wrap(out, carrier.carried, carrier.kind)
             if carrier.kind == "values":
                 return out
             if name in MAKES_SCORES and carrier._fits(out):
-                return cls.wrap(out, carrier.visible.of_last(out.shape[-2]), "scores")
-            if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.visible.needed:
+                return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
+            if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
                 raise ValueError(
                     f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
-                    "feed token by token, or use retention 'all' with storage 'full', 'int8' or 'fp8'"
+                    "use retention 'all' with storage 'full', 'int8' or 'fp8'"
                 )
             return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
 
     def _as(self, other: Any, kind: str) -> Any:
-        return MaskedStates.wrap(other, self.visible, kind) if isinstance(other, torch.Tensor) else other
+        return MaskedStates.wrap(other, self.carried, kind) if isinstance(other, torch.Tensor) else other
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the model does, after a look at the mask where it is used."""
@@ -179,7 +138,7 @@ class MaskedStates(torch.Tensor):
             masks = [mask for mask in (*args[3:4], kwargs.get("attn_mask")) if mask is not None]
         if attends or (self.kind == "glance" and name in KEEPS_SCORES):
             for mask in masks:
-                self.visible.by_slot(mask)
+                self.carried.look(mask)
         out = func(*_map(_plain, args), **_map(_plain, kwargs))
         if self.kind == "glance":
             return self._as(out, "glance") if name in KEEPS_SCORES else out
@@ -188,12 +147,13 @@ class MaskedStates(torch.Tensor):
         return out if attends else _map(lambda t: self._as(t, "watch"), out)
 
     def _fits(self, scores: torch.Tensor) -> bool:
-        return scores.shape[-1] == len(self.visible.since) and scores.shape[-2] <= self.visible.queries
+        visible = self.carried.visible
+        return scores.shape[-1] == visible.number.shape[-1] and scores.shape[-2] <= visible.queries
 
     def _cuts_slots(self, index: Any) -> bool:
-        visible = self.visible
+        view = self.carried
         cut = index[2] if isinstance(index, tuple) and len(index) > 2 else None
-        return visible.doubled and not visible.query and cut == slice(None, visible.queries, None)
+        return view.doubled and not view.fed and cut == slice(None, view.visible.queries, None)
 
     def _attend(
         self,
@@ -207,37 +167,35 @@ class MaskedStates(torch.Tensor):
     ) -> torch.Tensor:
         # Not the query's own axis: the heads of one token may lie there. Several tokens without a mask are causal.
         queries = attn_mask.shape[-2] if attn_mask is not None else query.shape[-2] if is_causal else 1
-        visible = self.visible.of_last(queries).looking(attn_mask)
-        mask = visible.rows()  # includes causality
-        slots = None if attn_mask is None else visible.by_slot(attn_mask)
-        if slots is not None:
-            mask = slots & mask if slots.dtype == torch.bool else slots.masked_fill(~mask, float("-inf"))
-        return F.scaled_dot_product_attention(query, _plain(key), _plain(value), mask, dropout_p, **kwargs)
+        view, key, value = self.carried.of_last(queries), _plain(key), _plain(value)
+        if view.needed:
+            attn_mask, is_causal = view.seen(attn_mask), False
+            if attn_mask.dtype != torch.bool:
+                attn_mask = attn_mask.to(query.dtype)
+        elif attn_mask is not None:
+            view.look(attn_mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
     def _score(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Scaling, capping and adding a mask keep scores what they are; anything else sees hidden ones as -inf."""
-        if func.__name__ not in KEEPS_SCORES:
-            hidden = _plain(self).masked_fill(~self.visible.rows(), float("-inf"))
-            return func(*_map(lambda a: hidden if a is self else a, args), **kwargs)
-        others = [a if a is self else self._operand(a) for a in args]
-        visible = self.visible.looking(next(filter(self._is_mask, args), None))
-        return MaskedStates.wrap(func(*map(_plain, others), **kwargs), visible, "scores")
-
-    def _operand(self, other: Any) -> Any:
-        """The other side of an addition: a mask made by transformers is translated to slots.
-
-        A 4-D one may have the columns of a layer with other slots (``skip_layers``), but has as many rows as queries.
-        """
-        if not self._is_mask(other):
-            return other
-        slots = self.visible.by_slot(other)
-        return 0.0 if slots is None else slots
+        """Scaling and capping keep scores what they are; an added mask, or anything else, hides what is hidden."""
+        mask = next(filter(self._is_mask, args), None)
+        if func.__name__ in KEEPS_SCORES and mask is None:
+            return MaskedStates.wrap(func(*map(_plain, args), **kwargs), self.carried, "scores")
+        view = self.carried
+        if mask is not None:  # of the model's; a 4-D one may have the columns of a layer with other slots (skip_layers)
+            bias = view.seen(mask) if view.needed else mask
+            if not view.needed:
+                view.look(mask)
+            return func(*(_plain(bias if a is mask else a) for a in args), **kwargs)
+        hidden = _plain(self).masked_fill(~view.visible.rows(), float("-inf")) if view.needed else _plain(self)
+        return func(*_map(lambda a: hidden if a is self else a, args), **kwargs)
 
     def _is_mask(self, other: Any) -> bool:
         if other is self or not isinstance(other, torch.Tensor) or other.dim() < 2:
             return False
-        columns = other.dim() == 4 or other.shape[-1] == len(self.visible.since)
-        return columns and other.shape[-2] == self.visible.queries
+        visible = self.carried.visible
+        columns = other.dim() == 4 or other.shape[-1] == visible.number.shape[-1]
+        return columns and other.shape[-2] == visible.queries
 
 
 def _plain(value: Any) -> Any:

@@ -21,102 +21,48 @@ import torch
 from .attention import NAME, History, Moved, Part, Stored, full_precision
 from .codecs import CODECS
 from .layers import KVLayer, Run, join
-from .masked import ASK_FOR_OURS, allowed
+from .masked import ASK_FOR_OURS
+from .plan import NOWHERE, Fed, Visible, look
 from .slots import by_number
 from .store import map_state
-
-FOREVER = torch.iinfo(torch.int64).max
-
-
-class RowVisible(NamedTuple):
-    """As ``masked.Visible``, for slots and queries that are other tokens in each row."""
-
-    since: torch.Tensor  # [B, 1, 1, n] int64
-    until: torch.Tensor  # [B, 1, 1, n] int64
-    query: torch.Tensor  # [B, 1, q, 1] int64, the queries' numbers among their row's own tokens; -1: a pad
-    doubled: bool = False
-    needed: bool = True
-
-    @property
-    def queries(self) -> int:
-        return self.query.shape[2]
-
-    def rows(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Queries ``start:stop`` of the call, [B, 1, stop - start, n] bool."""
-        p = self.query[:, :, start:stop]
-        return (self.since <= p) & (p < self.until)
-
-    def of_last(self, queries: int) -> RowVisible:
-        """For the last ``queries`` of the call only."""
-        return self._replace(query=self.query[:, :, self.queries - queries :])
-
-    def looking(self, mask: torch.Tensor | None) -> RowVisible:
-        """Nothing is seen ahead: a mask that would let queries do so was refused."""
-        return self
-
-    def by_slot(self, mask: torch.Tensor) -> None:
-        """Nothing of the mask that transformers made is needed: which tokens are pads was read from it before."""
 
 
 class Chunk:
     """The new tokens of one forward, until attention shows the mask that says which of them are pads."""
 
-    def __init__(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, history: History | None = None) -> None:
-        self.layer, self.keys, self.values, self.history = layer, keys, values, history
+    def __init__(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+        self.held, self.fed = layer.kept, layer.seen
+        self.history: History | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Slots that attention will see, pads taken for tokens."""
-        if self.history is not None:
-            return sum(part.tokens for part in self.history.parts)
-        return self.layer.slots + self.keys.shape[2]
+    def shape(self, side: int) -> torch.Size:
+        """Of what attention will see, pads taken for tokens."""
+        new = (self.keys, self.values)[side]
+        return torch.Size((*new.shape[:2], min(self.held, self.fed) + new.shape[2], new.shape[3]))
 
     def resolve(self, mask: torch.Tensor | None) -> History:
-        """What these tokens attend to."""
-        if isinstance(self.layer, PaddedLayer):
-            if self.history is None:
-                self.history = self.layer.take(mask)
-        elif mask is not None and self.layer.seen == self.keys.shape[2] and _real(mask, self.keys, 0) is not None:
-            layer = self.layer
-            layer.reset()
-            layer.lazy_initialization(self.keys, self.values)
-            layer = count_by_row(layer)
-            layer.chunk = Chunk(layer, self.keys, self.values)
-            self.history = layer.take(mask)
-        assert self.history is not None
+        """Store these tokens; what they attend to. Looks at the mask once, where the tokens are stored."""
+        if self.history is None:
+            layer, new = self.layer, self.keys.shape[2]
+            real = None if mask is None else look(mask, self.fed + new).new(self.fed, new)
+            layer.chunk = None
+            with torch.no_grad(), full_precision(self.keys.device):
+                if real is not None or isinstance(layer, PaddedLayer):
+                    self.history = count_by_row(layer).take(self.keys, self.values, real)
+                else:
+                    self.history = layer._append(self.keys, self.values, False)
         return self.history
 
 
 def count_by_row(layer: KVLayer) -> PaddedLayer:
-    """Make an empty layer, whose shapes are known, one that counts every row's own tokens."""
+    """Make a layer, whose shapes are known, one that counts every row's own tokens; so far, all of them are."""
+    if isinstance(layer, PaddedLayer):
+        return layer
+    runs, seen = layer.runs, layer.seen
     layer.__class__ = PaddedLayer  # the same object: the cache, and whoever holds the layer, keep it
     assert isinstance(layer, PaddedLayer)
-    layer.begin()
+    layer.begin(runs, seen)
     return layer
-
-
-def _real(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> torch.Tensor | None:
-    """Which new tokens, after ``seen`` others, are no pads, [B, q] bool on the CPU; ``None``: all of them."""
-    real = _of_new(mask, keys, seen)[:, 0, -1].expand(keys.shape[0], -1)
-    return None if bool(real.all()) else real.cpu()
-
-
-def _of_new(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> torch.Tensor:
-    """What a mask says of the new tokens, [B or 1, 1, q, q] bool."""
-    new = keys.shape[2]
-    return allowed(mask)[:, :1, :, : seen + new][..., -new:]
-
-
-def _refuse_look_ahead(mask: torch.Tensor, keys: torch.Tensor, seen: int) -> None:
-    own = _of_new(mask, keys, seen)
-    real, hidden = own[:, :, -1:], ~own
-    causal = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).tril()
-    wrong = (own & ~causal) | (hidden & causal & real)
-    if bool((wrong & real.transpose(-1, -2)).any()):
-        raise ValueError(
-            "padding beside a mask that is not causal (images, for one) cannot be read row by row: use rows of equal "
-            "length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
-        )
 
 
 class PaddedLayer(KVLayer):
@@ -128,22 +74,42 @@ class PaddedLayer(KVLayer):
 
     own: torch.Tensor  # [B] int64, on the CPU: tokens seen per row, pads left out
     solid: int  # last tokens of all rows that are no pads
-    chunk: Chunk | None
+    fed: Fed  # which tokens were no pads
 
-    def begin(self) -> None:
-        """Hold nothing, in slots that each row uses by itself."""
+    def begin(self, runs: tuple[Run, Run, Run] | None = None, seen: int = 0) -> None:
+        """Hold what ``runs`` do after ``seen`` tokens that were none of them pads, in slots that each row uses by
+        itself."""
         storage, retention, full = self.storage, self.retention, CODECS["full"]
         self.apart = max(retention.sinks, storage.sinks)
         limit = None if retention.window is None else -(-retention.window // storage.group) * storage.group
+        self.rules = self.rules._replace(apart=self.apart, limit=limit, pinned=0)
         self.sinks, self.tail = Run(full, full, phase=self.index), Run(full, full)
         self.sealed = Run(storage.key_codec, storage.value_codec, limit, phase=self.index)
         for slab in (slab for run in self.runs for slab in run.slabs):
             slab.ragged = True
-        self.own, self.solid, self.chunk = torch.zeros(self.batch_size, dtype=torch.int64), 0, None
+        self.own, self.solid = torch.full((self.batch_size,), seen), seen
+        self.fed = Fed(self.batch_size, seen)
+        if runs is not None and seen:
+            self._take_over(*runs)
+
+    def _take_over(self, sinks: Run, sealed: Run, tail: Run) -> None:
+        """Copies of what was held, every token in the slot that it has here."""
+        none = torch.zeros_like(self.own)
+        first, rest = (sinks.part() if len(sinks) else None), sealed.last(len(sealed)) if len(sealed) else None
+        if rest is not None and self.storage.lossless and self.apart:  # they lay in the ring until now
+            cut = min(self.apart, rest.tokens)
+            first, rest = rest.block(0, cut), rest.block(cut, rest.tokens)
+        ended = (self.boundaries(self.own) - self.apart).clamp_min(0)
+        for run, part, end in ((self.sinks, first, none), (self.sealed, rest, ended), (self.tail, None, none)):
+            part = tail.part() if run is self.tail and len(tail) else part
+            if part is None or not part.tokens:
+                continue
+            start = end - part.tokens if run is self.sealed else none
+            run.put(part, start, torch.full_like(none, part.tokens))
 
     def reset(self) -> None:
         """Forget everything, the padding too."""
-        for name in ("own", "solid", "chunk"):
+        for name in ("own", "solid", "fed"):
             self.__dict__.pop(name, None)
         self.__class__ = KVLayer  # type: ignore[assignment]
         self.reset()
@@ -184,32 +150,22 @@ class PaddedLayer(KVLayer):
             raise ValueError(f"layer {self.index} holds padded rows, which take no gradients: use torch.no_grad()")
         self._check(key_states, value_states)
         self.chunk = Chunk(self, key_states, value_states)
-        full = CODECS["full"]
-        new = Part(full, full.encode(key_states), full, full.encode(value_states))
-        history = History([new], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+        history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
         return Stored(history, 0), Stored(history, 1)
 
-    def catch_up(self) -> None:
-        """Store the last forward's tokens, where no attention of ours followed."""
-        if self.chunk is not None:
-            self.chunk.resolve(None)
-
-    def take(self, mask: torch.Tensor | None) -> History:
-        """Store the waiting chunk; its attention mask, [B or 1, 1, q, n], says which of it are pads."""
-        chunk, self.chunk = self.chunk, None
-        assert chunk is not None
-        with torch.no_grad(), full_precision(chunk.keys.device):
-            if mask is not None and mask.shape[-2] == chunk.keys.shape[2]:
-                _refuse_look_ahead(mask, chunk.keys, self.seen)
-            real = None if mask is None else _real(mask, chunk.keys, self.seen)
-            return self._store(chunk.keys, chunk.values, real)
+    def take(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
+        """Store new tokens, of which ``real`` [B or 1, q] are no pads (``None``: all)."""
+        if real is not None:
+            real = real.expand(keys.shape[0], -1).cpu()
+        return self._store(keys, values, real)
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
         new, has_tail = keys.shape[2], self.storage.has_tail
         if real is None:
             real = torch.ones(self.batch_size, new, dtype=torch.bool)
         before, after = self.own, self.own + real.sum(-1)
-        number = torch.where(real, before[:, None] + real.cumsum(-1) - 1, -1)  # [B, q]
+        number = before[:, None] + real.cumsum(-1) - 1  # [B, q]; of a pad, that of the token before it
+        self.fed.add(None if bool(real.all()) else real, new)
         # Every row's tokens from the left; what follows them in shorter rows is never attended to.
         front = (~real).to(torch.int8).argsort(dim=-1, stable=True)[:, : max(int(real.sum(-1).max()), 1)]
         fresh = _take(self.tail.encode(keys, values), front)
@@ -261,32 +217,30 @@ class PaddedLayer(KVLayer):
         )
 
     def _seen(self, seen: list[tuple[Part, torch.Tensor, bool]], number: torch.Tensor) -> History:
-        since, until = [], []
-        for _, tokens, encoded in seen:
-            first = tokens if not encoded else torch.maximum(tokens, self._sealed_since(tokens))
-            last = torch.full_like(tokens, FOREVER)
-            if not encoded and self.storage.has_tail:
-                last = torch.where(tokens < self.apart, last, self._sealed_since(tokens))
-            if self.retention.window is not None:
-                leaves = torch.minimum(last, tokens + self.retention.window)
-                last = torch.where(tokens < self.retention.sinks, last, leaves)
-            since.append(torch.where(tokens < 0, FOREVER, first))
-            until.append(last)
-        place = lambda t: t[:, None, None].to(self.device)  # noqa: E731
-        query = number[:, None, :, None].to(self.device)
-        visible: Any = RowVisible(place(torch.cat(since, -1)), place(torch.cat(until, -1)), query)
+        forms = [self.rules.forms(tokens, encoded) for _, tokens, encoded in seen]
+        since, until = (torch.cat(pieces, -1) for pieces in zip(*forms, strict=True))
+        tokens, columns = torch.cat([tokens for _, tokens, _ in seen], -1), self.fed.columns()
+        if columns.shape[1]:
+            columns = columns.gather(1, tokens.clamp(0, columns.shape[1] - 1))
+        else:
+            columns = tokens
+        until = until.masked_fill(tokens < 0, NOWHERE)
+        rules = Visible(tokens, since, until, number, columns, self.seen).to(self.device)
         moved = None
         if self.rope is not None and self.retention.window is not None and len(self.sinks):
             edge = self.retention.sinks + self.retention.window - 1
             moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, number.shape[1], self.rope)
-        parts = [part for part, _, _ in seen]
-        return History(parts, visible, False, *self.dtypes, moved=moved, batch=self.batch_size)
+        parts, new = [part for part, _, _ in seen], number.shape[1]
+        return History(
+            parts, lambda: rules, True, *self.dtypes, moved=moved, batch=self.batch_size, by_row=True,
+            fed=self.seen - new, queries=new,
+        )  # fmt: skip
 
     # -- transformers: asking ----------------------------------------------------------------------------------------
 
     def get_seq_length(self) -> int:
         """Tokens seen, pads and evicted ones included."""
-        return self.seen + (0 if self.chunk is None else self.chunk.keys.shape[2])
+        return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns of the mask for the next ``update``, position of the first); of them, the new tokens' are read."""
@@ -340,7 +294,8 @@ class PaddedLayer(KVLayer):
         self.catch_up()
         tiers = super().bytes_by_tier()
         parts = tiers.setdefault("device", {})
-        parts["indices"] = parts.get("indices", 0) + self.own.untyped_storage().nbytes()
+        held = (self.own, self.fed.real)
+        parts["indices"] = parts.get("indices", 0) + sum(t.untyped_storage().nbytes() for t in held)
         return tiers
 
     # -- transformers: changing --------------------------------------------------------------------------------------
@@ -357,6 +312,7 @@ class PaddedLayer(KVLayer):
         if not self.storage.has_tail:
             self.sealed.truncate(int((left - self.apart).clamp_min(0).max()))
         self.own, self.seen, self.solid = left, self.seen + tokens_to_remove, self.solid + tokens_to_remove
+        self.fed.cut(self.seen)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -395,7 +351,7 @@ class PaddedLayer(KVLayer):
     def _map_rows(self, fn: Any) -> None:
         self.catch_up()
         super()._map_rows(fn)
-        self.own = fn(self.own)
+        self.own, self.fed = fn(self.own), self.fed.map(fn)
 
     def fork(self) -> KVLayer:
         """A layer that continues from here on its own; both share what is stored until one of them writes."""
@@ -407,11 +363,14 @@ class PaddedLayer(KVLayer):
     def export(self) -> dict[str, Any]:
         """What a snapshot needs beside the runs and what every layer has."""
         self.catch_up()
-        return {"own": self.own, "solid": self.solid, "slots": [len(run) for run in self.runs]}
+        slots = [len(run) for run in self.runs]
+        return {"own": self.own, "solid": self.solid, "real": self.fed.real, "slots": slots}
 
-    def restore(self, own: torch.Tensor, solid: int) -> None:
+    def restore(self, own: torch.Tensor, solid: int, real: torch.Tensor) -> None:
         """What ``export`` gave, but the runs."""
-        self.own, self.solid = own.cpu(), solid
+        self.begin()
+        self.own, self.solid, self.fed = own.cpu(), solid, Fed(0, self.seen)
+        self.fed.real = real.cpu()
 
 
 def _numbers(start: torch.Tensor, count: torch.Tensor, slots: int) -> torch.Tensor:

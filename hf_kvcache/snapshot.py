@@ -41,7 +41,7 @@ from .layers import KVLayer, Run
 from .padded import PaddedLayer, count_by_row
 from .store import Slab, map_state
 
-FORMAT, VERSION = "hf_kvcache snapshot", "3"
+FORMAT, VERSION = "hf_kvcache snapshot", "4"
 LARGEST_HEADER = 100 << 20
 ALIGN = 64
 DTYPES = {
@@ -49,6 +49,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PADDED = ("own", "slots", "solid", "real")  # of a layer of padded rows
 # What a config says about the session or about text, but not about the keys and values that a model makes.
 BESIDE = set("transformers_version architectures dtype torch_dtype use_cache".split())
 BESIDE |= set("bos_token_id eos_token_id pad_token_id unk_token_id".split())
@@ -152,6 +153,7 @@ def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(layer) not in (KVLayer, PaddedLayer):
         fields = {key: _pack(value, f"{name}.{key}", tensors) for key, value in vars(layer).items()}
         return {"kind": type(layer).__name__, "fields": fields}
+    layer.catch_up()
     padded = layer.export() if isinstance(layer, PaddedLayer) else {}
     if layer.is_initialized:
         for part, run in _runs(layer):
@@ -180,12 +182,12 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
         return
     if not fields:
         return
-    vars(layer).update({key: value for key, value in fields.items() if key not in ("own", "slots", "solid")})
+    vars(layer).update({key: value for key, value in fields.items() if key not in PADDED})
     layer.is_initialized = True
     if layer.home is not None:
         layer.home.device = layer.device
     if "own" in fields:
-        count_by_row(layer).restore(fields["own"], fields["solid"])
+        count_by_row(layer).restore(fields["own"], fields["solid"], fields["real"])
         tokens = dict(zip(("sinks", "sealed", "tail"), fields["slots"], strict=True))
     else:
         sinks = min(layer.apart, layer.seen)

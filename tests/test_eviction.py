@@ -247,7 +247,8 @@ def test_a_padded_row_is_the_row_alone_in_any_schedule(name: str, chunk: int) ->
             if not new.shape[1]:
                 continue
             expected = model(new, past_key_values=cache).logits[:, -1]
-            torch.testing.assert_close(out[row : row + 1, -1], expected, atol=2e-4, rtol=0)
+            atol = 2e-4 if "+" not in name else 5e-3  # a code may fall on the other side of a tie
+            torch.testing.assert_close(out[row : row + 1, -1], expected, atol=atol, rtol=0)
             for mine, other in zip(together.layers, cache.layers, strict=True):
                 n = other.positions.shape[-1]
                 assert torch.equal(mine.positions[row, :, :n], other.positions[0])
@@ -321,10 +322,15 @@ def test_stock_attention_gives_the_same(policy: str, attention: str) -> None:
         pair = [feed(m, ids, c) for m, c in zip((ours, stock), caches, strict=True)]
         torch.testing.assert_close(*pair, atol=2e-4, rtol=0)
     assert torch.equal(caches[0].layers[1].positions, caches[1].layers[1].positions)
-    padded = torch.ones(2, 9, dtype=torch.long)
-    padded[0, :3] = 0
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :3] = 0
+    cache = KVCache.from_spec(stock.config, spec(policy))
+    for a, b in ((0, 9), (9, 12)):  # pads are refused when the first token would have to go, not before
+        right = stock(prompt(40, 2)[:, :b], attention_mask=mask[:, :b]).logits[:, a:]
+        out = stock(prompt(40, 2)[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+        torch.testing.assert_close(out[:, 3:] if not a else out, right[:, 3:] if not a else right, atol=2e-4, rtol=0)
     with pytest.raises(ValueError, match="padding"):
-        stock(prompt(9, 2), attention_mask=padded, past_key_values=KVCache.from_spec(stock.config, spec(policy)))
+        stock(prompt(40, 2)[:, 12:], attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize(("store", "extra"), [("full", ""), ("int8", "adaptive"), ("int4(group=4,residual=4)", "")])

@@ -36,7 +36,7 @@ some_specs = pytest.mark.parametrize("spec", ["sink(2,6)", "int8+sink(2,6,reposi
 def close(spec, mine, theirs):
     """A code may fall on the other side of a tie when a product is summed in another order: one step of it."""
     exact = spec.split("+")[0].startswith("sink")
-    torch.testing.assert_close(mine, theirs, atol=1e-4 if exact else 1e-2, rtol=0)
+    torch.testing.assert_close(mine, theirs, atol=1e-4 if exact else 3e-2, rtol=0)
 
 
 def cache_of(spec):
@@ -212,12 +212,24 @@ def test_a_window_in_a_padded_batch_is_bounded():
     assert cache.nbytes == before and cache.stats().tokens_kept == 8
 
 
-def test_a_mask_that_is_not_causal_is_refused():
-    batch = Batch((8, 5), new=0)
-    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
-    mask[1, :, :, :3] = False
-    with pytest.raises(ValueError, match="not causal"), torch.no_grad():
-        llama("kvcache")(batch.ids, attention_mask=mask, past_key_values=cache_of("sink(2,6)"))
+@some_specs
+@torch.no_grad()
+def test_pads_beside_a_mask_that_is_not_causal(spec):
+    """A prompt whose first tokens see each other (an image), in rows that start at different tokens."""
+    if "reposition" in spec:
+        pytest.skip("turns queries by their own number")
+    model, ids = llama("kvcache"), prompt(8, 2)
+    alone = torch.ones(8, 8, dtype=torch.bool).tril()
+    alone[:3, :3] = True
+    mask = torch.zeros(2, 1, 11, 11, dtype=torch.bool)
+    mask[0, 0, :8, :8] = mask[1, 0, 3:, 3:] = alone
+    padded = torch.stack([torch.cat([ids[0], ids[0, :3]]), torch.cat([ids[1, :3], ids[1]])])
+    positions = torch.stack([torch.arange(11), (torch.arange(11) - 3).clamp_min(0)])
+    asked = dict(attention_mask=mask, position_ids=positions, past_key_values=cache_of(spec))
+    together = model(padded, **asked).logits
+    for row, start in ((0, 0), (1, 3)):
+        out = model(ids[row : row + 1], attention_mask=alone[None, None], past_key_values=cache_of(spec)).logits
+        close(spec, together[row, start : start + 8], out[0])
 
 
 @some_specs

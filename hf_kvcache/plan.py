@@ -1,0 +1,303 @@
+"""Who sees what? One forward's slots, queries and mask as data, and the segments that attention executes.
+
+Every token has a *number*, its place among the row's own tokens, pads left out; so has every query. A slot holds one
+token in one form (plain or encoded), and what a query may see of it are two rules, joined by "and":
+
+    form and window     since[j] <= p < until[j]        p: the query's number
+    mask                mask[i, column[j]]               without a mask: number[j] <= p
+
+A token that is sealed while a chunk is running has two slots, its plain form until then and its encoded form since
+then, so that each query of the chunk sees what it would have seen alone. A window ends with ``until``. Causality is
+the mask's business wherever there is a mask, whatever it says: trees of drafts, images that look ahead, pads. Its
+columns are tokens in the order in which they were fed; the last column is the last new token.
+
+``segments`` turns the rules without a mask into runs, by halving the queries: keys that all of them see are one
+run without a mask, then each half goes on with what is left; fewer than LEAF queries take their rest with a small mask.
+
+    queries 0..n, causal                          window of w
+    [#. . . . . . .]   "#": small masks           [#              ]
+    [o #           ]   "o": no mask               [# #            ]     O(n w): what nobody sees is never touched
+    [o o # . . . . ]                              [  # #          ]
+    [o o o # . . . ]   log2(n / LEAF) runs        [    # #        ]     for each query
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+FOREVER = torch.iinfo(torch.int64).max
+NOWHERE = -1  # number of an empty slot: nobody sees it
+LEAF = 256  # queries that share a mask
+FEW = 128  # keys that are not worth a run of their own
+
+Run = tuple[int, int]  # slots a .. b - 1
+
+
+def allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of transformers, bool or additive, as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+class Mask(NamedTuple):
+    """What a forward's mask says, looked at once for all layers."""
+
+    mask: torch.Tensor  # [B or 1, H or 1, q or 1, columns]: bool, or additive where it is more than yes and no
+    pads: bool  # it is causal but for columns that no query sees
+    real: torch.Tensor  # [B or 1, columns] bool: columns that some query sees
+
+    def new(self, fed: int, tokens: int) -> torch.Tensor | None:
+        """Which of the ``tokens`` tokens after ``fed`` others are no pads, [B or 1, tokens]; ``None``: all of them."""
+        end = min(fed + tokens, self.real.shape[-1])
+        real = self.real[:, end - tokens : end]
+        return None if bool(real.all()) else real
+
+
+_looked: list[tuple[weakref.ref[torch.Tensor], int, Mask]] = []
+
+
+def look(mask: torch.Tensor, total: int) -> Mask:
+    """The facts of a mask [B or 1, H or 1, q or 1, columns] of a forward after which ``total`` tokens were fed."""
+    for held, tokens, facts in _looked:
+        if held() is mask and tokens == total:
+            return facts
+    seen = allowed(mask)
+    if mask.dtype != torch.bool and bool(((mask == 0) | ~seen).all()):
+        mask_, seen_ = seen, seen
+    else:
+        mask_, seen_ = mask, seen
+    real = seen_.any(-2).any(1)  # [B, columns]
+    queries, columns = mask.shape[-2:]
+    pads = mask_.dtype == torch.bool and mask.shape[1] == 1
+    if pads and queries > 1:
+        last = min(total, columns)
+        order = torch.arange(columns, device=mask.device) - (last - queries)
+        causal_ = order <= torch.arange(queries, device=mask.device)[:, None]
+        pads = bool((seen_ == (causal_ & real[:, None, None, :])).all())
+    facts = Mask(mask_, pads, real)
+    _looked.insert(0, (weakref.ref(mask), total, facts))
+    del _looked[4:]
+    return facts
+
+
+class Fed:
+    """Which of the tokens that a layer was fed were no pads, row by row.
+
+    ``real`` [B, k] bool speaks of the first k; after the last pad there are only real ones, which need no room.
+    """
+
+    def __init__(self, batch: int, tokens: int = 0, device: torch.device | str = "cpu") -> None:
+        self.tokens, self.real = tokens, torch.ones(batch, 0, dtype=torch.bool, device=device)
+
+    def add(self, real: torch.Tensor | None, tokens: int) -> None:
+        """So many more, of which ``real`` [B, tokens] are no pads (``None``: all)."""
+        if real is not None:
+            self.real = torch.cat([self.whole(), real], 1)
+        self.tokens += tokens
+
+    def whole(self) -> torch.Tensor:
+        """[B, tokens] bool."""
+        rest = self.real.new_ones(self.real.shape[0], self.tokens - self.real.shape[1])
+        return torch.cat([self.real, rest], 1)
+
+    def cut(self, tokens: int) -> None:
+        """Forget all but the first ``tokens``."""
+        self.tokens, self.real = tokens, self.real[:, :tokens]
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Fed:
+        """Another one, after ``fn`` of the rows."""
+        other = Fed(0, self.tokens)
+        other.real = fn(self.real)
+        return other
+
+    def columns(self) -> torch.Tensor:
+        """The column of every row's own tokens, [B, most of any row] int64; NOWHERE beyond a row's last one."""
+        whole = self.whole()
+        count = whole.sum(-1)
+        order = (~whole).to(torch.int8).argsort(dim=1, stable=True)[:, : int(count.max()) if len(count) else 0]
+        beyond = torch.arange(order.shape[1], device=order.device) >= count[:, None]
+        return order.masked_fill(beyond, NOWHERE)
+
+
+class Visible(NamedTuple):
+    """The rules of one forward. R is 1, or the batch where rows differ; the last axis of all is what they speak of."""
+
+    number: torch.Tensor  # [R, n] int64, of the token in each slot; NOWHERE: none
+    since: torch.Tensor  # [R, n] int64: the first query, by number, that sees this form
+    until: torch.Tensor  # [R, n] int64: the first one that does not any more
+    query: torch.Tensor  # [R, q] int64, of the queries; of a pad, that of the token before it
+    column: torch.Tensor  # [R, n] int64, of the mask; ``number`` where nothing was padded
+    total: int  # tokens fed, these queries' included: the columns of a full mask
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[-1]
+
+    def to(self, device: torch.device) -> Visible:
+        """On another device; itself if it is there."""
+        if self.number.device == device:
+            return self
+        return Visible(*(t.to(device) for t in self[:5]), self.total)
+
+    def last(self, queries: int) -> Visible:
+        """For the last ``queries`` only: layers without keys of their own may leave out the others."""
+        return self if queries >= self.queries else self._replace(query=self.query[:, self.queries - queries :])
+
+    def row(self, index: int) -> Visible:
+        """One row of a batch whose rows differ."""
+        if self.number.shape[0] == 1:
+            return self
+        return Visible(*(t[index : index + 1] for t in self[:5]), self.total)
+
+    def rows(self, mask: torch.Tensor | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """What queries ``start:stop`` see, [R or B, 1 or H, stop - start, n]: bool, or additive where ``mask`` is.
+
+        Args:
+            mask: as transformers makes it, [B or 1, H or 1, q or 1, columns]; it may lack the oldest columns.
+        """
+        p = self.query[:, start:stop, None]
+        seen = (self.since[:, None] <= p) & (p < self.until[:, None])  # [R, s, n]
+        if mask is None:
+            return (seen & (self.number[:, None] <= p))[:, None]
+        mask = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
+        own = self.by_slot(mask)
+        if own.dtype == torch.bool:
+            return own & seen[:, None]
+        return own.masked_fill(~seen[:, None], float("-inf"))
+
+    def rows_of(self, start: int, stop: int) -> torch.Tensor:
+        """``rows`` without a mask."""
+        return self.rows(None, start, stop)
+
+    def by_slot(self, mask: torch.Tensor) -> torch.Tensor:
+        """The columns of a mask [B, H, q, columns], slot by slot, [B, H, q, n]; what it does not speak of is seen."""
+        column = self.column - max(self.total - mask.shape[-1], 0)
+        silent = column < 0
+        column = column.clamp(0, mask.shape[-1] - 1)
+        if column.shape[0] == 1:
+            out = mask.index_select(-1, column[0])
+        else:
+            index = column[:, None, None].expand(-1, *mask.shape[1:3], -1)
+            out = mask.expand(column.shape[0], -1, -1, -1).gather(-1, index)
+        if not bool(silent.any()):
+            return out
+        return out.masked_fill(silent[:, None, None], True if mask.dtype == torch.bool else 0.0)
+
+
+class Segment(NamedTuple):
+    """Queries ``start:stop`` see these runs of slots: all of them, or by ``mask`` [stop - start, keys] bool."""
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    mask: torch.Tensor | None
+
+
+@lru_cache(maxsize=4)
+def causal(queries: int, slots: int) -> Visible:
+    """One form, no window, nothing padded: the last of the slots are the queries' own."""
+    number = torch.arange(slots)[None]
+    return Visible(
+        number, torch.zeros_like(number), torch.full_like(number, FOREVER), number[:, slots - queries :], number, slots
+    )
+
+
+_plans: OrderedDict[bytes, list[Segment]] = OrderedDict()
+
+
+def segments(visible: Visible) -> list[Segment]:
+    """The segments of one row of rules (R = 1) without a mask. Queries that see nothing are in none.
+
+    Planned once for all layers that have the same rules in one forward.
+    """
+    assert visible.number.shape[0] == 1, "rows that differ are planned one by one"
+    visible = visible.to(torch.device("cpu"))
+    digest = hashlib.blake2b(digest_size=16)
+    for t in (visible.number, visible.since, visible.until, visible.query):
+        digest.update(t.contiguous().numpy())
+        digest.update(b";")
+    key = digest.digest()
+    if key not in _plans:
+        _plans[key] = _planned(visible)
+        while len(_plans) > 16:
+            _plans.popitem(last=False)
+    return _plans[key]
+
+
+def _planned(visible: Visible) -> list[Segment]:
+    start = torch.maximum(visible.since[0], visible.number[0]).masked_fill(visible.number[0] < 0, FOREVER)
+    end, query = visible.until[0], visible.query[0]
+    found: list[Segment] = []
+
+    def halve(a: int, b: int, runs: list[Run]) -> None:
+        low, high = int(query[a:b].min()), int(query[a:b].max())
+        every, rest = [], []
+        for run in runs:
+            sees, misses = _split(start[run[0] : run[1]], end[run[0] : run[1]], low, high, run[0])
+            every += sees
+            rest += misses
+        if not every and not rest:
+            return
+        leaf = b - a <= LEAF
+        if sum(y - x for x, y in every) >= (1 if leaf and not rest else FEW):
+            found.append(Segment(a, b, tuple(every), None))
+        else:
+            rest = sorted(rest + every)
+        if not rest:
+            return
+        if leaf:
+            keys = torch.cat([torch.arange(x, y) for x, y in rest])
+            p = query[a:b, None]
+            mask = (start[keys] <= p) & (p < end[keys])
+            used = mask.any(0)  # what only other queries see
+            found.append(Segment(a, b, tuple(_runs(keys[used])), _shared(mask[:, used])))
+            return
+        middle = a + max((b - a) // 2 // LEAF, 1) * LEAF
+        halve(a, middle, rest)
+        halve(middle, b, rest)
+
+    if visible.queries:
+        halve(0, visible.queries, [(0, visible.number.shape[1])])
+    return found
+
+
+def _split(
+    start: torch.Tensor, end: torch.Tensor, low: int, high: int, offset: int
+) -> tuple[list[Run], list[Run]]:
+    """Of slots from ``offset`` on, the runs that all queries ``low..high`` see, and those that only some do."""
+    kind = ((start <= high) & (end > low)).to(torch.int8) + ((start <= low) & (end > high)).to(torch.int8)
+    edges = torch.cat([torch.zeros(1, dtype=torch.int64), (kind[1:] != kind[:-1]).nonzero()[:, 0] + 1])
+    bounds, kinds = [*edges.tolist(), len(kind)], kind[edges].tolist() if len(kind) else []
+    runs = [(offset + x, offset + y) for x, y in zip(bounds, bounds[1:], strict=False)]
+    return [r for r, k in zip(runs, kinds, strict=False) if k == 2], [
+        r for r, k in zip(runs, kinds, strict=False) if k == 1
+    ]
+
+
+def _runs(slots: torch.Tensor) -> list[Run]:
+    """Ascending slot numbers as runs."""
+    if not len(slots):
+        return []
+    cuts = (slots[1:] != slots[:-1] + 1).nonzero()[:, 0] + 1
+    pieces = torch.tensor_split(slots, cuts.tolist())
+    return [(int(p[0]), int(p[-1]) + 1) for p in pieces]
+
+
+_masks: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+
+
+def _shared(mask: torch.Tensor) -> torch.Tensor:
+    """One tensor for all leaves that look alike (those of a window all do)."""
+    key = (*mask.shape, hash(mask.numpy().tobytes()))
+    found = _masks.get(key)
+    if found is None or not torch.equal(found, mask):
+        _masks[key] = found = mask.contiguous()
+        while len(_masks) > 64:
+            _masks.popitem(last=False)
+    return found
