@@ -538,7 +538,7 @@ def _attend_history(
     if visible is None:
         return attend(query, parts, scaling, None, softcap, s_aux)
     written: Rows = partial(visible.rows, None if facts is None else facts.mask)
-    if turned is not None:
+    if turned is not None or _needs_grad(query, parts):
         return attend_torch(query, parts, scaling, written, softcap, s_aux, turned=turned)
     if queries <= SMALL:
         seen = _seen_by_few(visible) if facts is None else written(0, queries)
@@ -555,6 +555,11 @@ def _attend_history(
         for b in range(query.shape[0])
     ]
     return torch.cat(rows)
+
+
+def _needs_grad(query: torch.Tensor, parts: list[Part]) -> bool:
+    """Flash kernels have no gradient of the log-sum-exp that merging needs."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (query, parts[0].keys[0], parts[0].values[0]))
 
 
 _few: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -197,8 +197,8 @@ class KVCache(compat.Cache):
         self._raise_if_suspect()
         last_positions, again = self._check_positions(positions, new)
         attention = self.config._attn_implementation
-        if again and attention not in (NAME, *MASKABLE):
-            raise ValueError(FED_TWICE)  # nobody can look whether the mask covers them
+        if again and compat.inside_generate():  # elsewhere they were given on purpose
+            raise ValueError(FED_TWICE)
         if self._offloader is not None:
             self._offloader.begin(new)
         keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
@@ -217,8 +217,8 @@ class KVCache(compat.Cache):
             raise
 
     def _check_positions(self, positions: torch.Tensor | None, new: int) -> tuple[list[int], bool]:
-        """The last positions, and whether those of every row were seen before: so comes a prompt that is fed twice, but
-        also what is laid out side by side on purpose. The mask tells them apart."""
+        """The last positions, and whether those of every row were seen before: so ``generate`` feeds a prompt twice, but
+        so come also contexts that a caller lays out side by side."""
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
             return self._last_positions, False
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step

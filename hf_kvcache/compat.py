@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.generation import GenerationMixin
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -29,6 +30,8 @@ try:  # 5.24: layers that reuse another layer's cache, or have no attention at a
 except ImportError:
     EMPTY_LAYERS = ()
 
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
@@ -39,6 +42,7 @@ __all__ = [
     "cache_argument",
     "decoder_config",
     "flash_with_lse",
+    "inside_generate",
     "is_causal_mask",
     "is_plain_causal",
     "is_plain_full_attention",
@@ -137,6 +141,14 @@ def position_bias(config: Any) -> str:
     if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
         return "ALiBi"
     return "relative attention" if getattr(config, "relative_attention_num_buckets", 0) else ""
+
+
+def inside_generate() -> bool:
+    """Whether ``generate`` is what calls. Walks up the stack: for rare cases only."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_causal_mask(function: Any) -> bool:
