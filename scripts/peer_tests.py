@@ -28,7 +28,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import transformers
 
@@ -188,7 +187,7 @@ class Known:
     test: str
     families: tuple[str, ...]
     specs: tuple[str, ...]
-    attentions: tuple[str, ...] = tuple(ATTENTIONS)
+    attentions: tuple[str, ...]
 
     def covers(self, family: str, spec: str, attention: str, test: str) -> bool:
         return (
@@ -200,9 +199,16 @@ class Known:
 
 
 def known() -> list[Known]:
-    entries: list[dict[str, Any]] = json.loads(EXPECTED.read_text())
-    lists = ("families", "specs", "attentions")
-    return [Known(**{key: tuple(v) if key in lists else v for key, v in entry.items()}) for entry in entries]
+    return [
+        Known(
+            reason=entry["reason"],
+            test=entry["test"],
+            families=tuple(entry["families"]),
+            specs=tuple(entry["specs"]),
+            attentions=tuple(entry.get("attentions", ATTENTIONS)),
+        )
+        for entry in json.loads(EXPECTED.read_text())
+    ]
 
 
 Cell = tuple[str, str, str]  # family, spec, attention

@@ -133,7 +133,7 @@ def test_tests_that_do_not_run_differ(tmp_path):
 
 def test_known_differences_must_be_the_ones_that_are():
     cell, other = ("bart", "full", "sdpa"), ("t5", "full", "sdpa")
-    entry = peer.Known("crops", "assisted", ("bart",), ("full", "int8"))
+    entry = peer.Known("crops", "assisted", ("bart",), ("full", "int8"), ("sdpa",))
     ran = {cell: ["f::Bart::test_assisted", "f::Bart::test_b"], other: ["f::T5::test_assisted"]}
     at = {cell: {"f::Bart::test_assisted": "E"}, other: {}}
     assert peer.judge(ran, at, [entry]) == ([], [])
