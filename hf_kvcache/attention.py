@@ -391,8 +391,9 @@ def _probabilities(
     folded = [rows[0]] * len(blocks) if turned is None else [rows[1], *[rows[0]] * (len(blocks) - 1)]
     pieces = [_per_row(block.key_codec.scores, q, block.keys) for q, block in zip(folded, blocks, strict=True)]
     scores = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)  # [B, H, G*Q, n]
+    train = torch.is_grad_enabled() and (scores.requires_grad or (s_aux is not None and s_aux.requires_grad))
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+        scores = torch.tanh(scores / softcap) * softcap if train else scores.div_(softcap).tanh_().mul_(softcap)
     by_head = scores.view(batch, heads, groups, queries, -1)
     hidden = None
     if mask is not None:
@@ -405,13 +406,14 @@ def _probabilities(
         hidden = by_head.amax(-1, keepdim=True) == float("-inf")
     if s_aux is not None:
         aux = s_aux.float().view(1, heads, groups, 1, 1)
-        peak = torch.maximum(by_head.amax(-1, keepdim=True), aux)
+        peak = torch.maximum(by_head.amax(-1, keepdim=True), aux).detach()  # any shift gives the same
         by_head = by_head.sub_(peak).exp_()
-        probs = by_head.div_(by_head.sum(-1, keepdim=True) + (aux - peak).exp())
+        total = by_head.sum(-1, keepdim=True) + (aux - peak).exp()
+        probs = by_head / total if train else by_head.div_(total)
     else:
         probs = torch.softmax(by_head, -1)
     if hidden is not None:
-        probs = probs.masked_fill_(hidden, 0.0)
+        probs = probs.masked_fill(hidden, 0.0) if train else probs.masked_fill_(hidden, 0.0)
     return probs.view_as(scores)
 
 

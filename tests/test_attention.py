@@ -59,6 +59,28 @@ def compare(query, parts, scaling=None, tolerance=2e-5, **options):
     return out
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "s_aux"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_gradients_are_those_of_the_definition(sinks, softcap, mask):
+    """Of queries, keys, values and learned sinks, where each scores step could be done in place."""
+    torch.manual_seed(0)
+    keys, values, query = (torch.randn(2, heads, n, 8) for heads, n in ((2, 5), (2, 5), (4, 3)))
+    aux = torch.randn(4) if sinks else None
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
+    given = {None: None, "bool": seen, "float": torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))}[mask]
+    weight, found = torch.randn(2, 4, 3, 8), []
+    for run in (attend_torch, attend_reference):
+        q, k, v, *a = (t.clone().requires_grad_() for t in (query, keys, values, aux) if t is not None)
+        plain = CODECS["full"]
+        run(q, [Part(plain, plain.encode(k), plain, plain.encode(v))], 0.4, given, softcap, *a).mul(
+            weight
+        ).sum().backward()
+        found.append([t.grad for t in (q, k, v, *a)])
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
+
+
 def test_the_reference_is_sdpa():
     """The definition itself, against torch on decoded tensors."""
     p = part("full", 50, batch=2)
