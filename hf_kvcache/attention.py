@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
-from .codecs import Codec
+from .codecs import Codec, fit
 from .flash import attend_masked, attend_segments
 from .masked import FED_TWICE, MaskedStates, View
 from .plan import Visible, causal, look, segments
@@ -289,7 +289,7 @@ def attend_reference(
         column = s_aux.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
     probs = torch.softmax(scores, -1).nan_to_num(0.0)[..., : keys.shape[2]]
-    return (probs @ values.repeat_interleave(groups, 1)).to(query.dtype)
+    return _narrow(probs @ values.repeat_interleave(groups, 1), query.dtype, parts)
 
 
 def attend_torch(
@@ -349,7 +349,12 @@ def _attend_rows(
         out = mixed if out is None else out.add_(mixed)
         start += block.tokens
     assert out is not None
-    return out.view(*query.shape[:3], -1).to(query.dtype)
+    return _narrow(out.view(*query.shape[:3], -1), query.dtype, parts)
+
+
+def _narrow(out: torch.Tensor, dtype: torch.dtype, parts: list[Part]) -> torch.Tensor:
+    """A mean of values, float32, as ``dtype``: rounded values may lie beyond what they were rounded from."""
+    return out.to(dtype) if all(part.value_codec.lossless for part in parts) else fit(out, dtype)
 
 
 def add_mass(
@@ -591,8 +596,8 @@ def _move_sinks(query: torch.Tensor, parts: list[Part], moved: Moved) -> tuple[l
     if query.shape[2] > 1:
         return parts, moved.rope.turn(query.float(), deltas)
     keys = sinks.key_codec.decode(sinks.keys, torch.float32)
-    keys = moved.rope.turn(keys, (-deltas).expand(*deltas.shape[:-1], moved.sinks)).to(query.dtype)
-    full = type(sinks.keys)(keys)
+    keys = moved.rope.turn(keys, (-deltas).expand(*deltas.shape[:-1], moved.sinks))
+    full = type(sinks.keys)(fit(keys, query.dtype))
     return [sinks._replace(keys=full), *parts[1:]], None
 
 

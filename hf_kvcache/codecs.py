@@ -21,6 +21,10 @@ Rows of the head sizes in ``rotated`` are multiplied by an orthonormal matrix fi
 That spreads a few large channels over all of them (QuaRot, Ashkboos et al., arXiv:2404.00456). Keys have such channels,
 and one scale per token pays for them: rotating keys divides the KL divergence of ``int8`` on SmolLM2 by 4, and that of
 ``fp8`` by 1.5. The query is rotated once per step, at the cost of one [D, D] product.
+
+Finite in, finite out. A rounded value may pass the largest float16, and is brought back (``fit``). Sums of a rotation
+may pass the largest float32: rows are divided by a power of two before (``turn_in``), and stored as no more than
+``FARTHEST``, so that no sum of any reader overflows.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ import torch
 
 State = tuple[torch.Tensor, ...]
 NEVER, ALWAYS = range(0), range(1, sys.maxsize)  # as ``rotated``
+FARTHEST = 2.0**100  # what rotated rows and groups of low bits hold at most: 1.3e30
+LARGEST = torch.finfo(torch.bfloat16).max  # the same of rows as they are: finite in bfloat16, too
 
 
 class Plain(NamedTuple):
@@ -101,15 +107,23 @@ class PerToken:
         return other
 
     def encode(self, x: torch.Tensor) -> Scaled:
-        x = turn(x.float(), self.rotated)
-        scale = x.abs().amax(-1, keepdim=True) / self.limit
+        half = x.dtype == torch.float16
+        x, unit = turn_in(x, self.rotated)
+        scale = x.abs().amax(-1, keepdim=True) / self.limit * unit
         # A row of zeros, or one whose scale underflows float32, is stored as zeros; the scale stays a plain 1.
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
-        return Scaled(self.to_codes(x / scale), scale)
+        codes = self.to_codes(x / (scale / unit))
+        return Scaled(codes, scale if half else bounded(scale, self.largest_scale(x.shape[-1])))
+
+    def largest_scale(self, width: int) -> float:
+        """The scale of a row that holds as much as a row of ``width`` may."""
+        return (FARTHEST if width in self.rotated else LARGEST) / self.limit
 
     def decode(self, state: Scaled, dtype: torch.dtype) -> torch.Tensor:
-        codes, scale = self.to_float(state.codes), self.unit_scale(state)
-        return turn(codes.mul_(scale), self.rotated, back=True).to(dtype)
+        x = self.to_float(state.codes).mul_(self.unit_scale(state))
+        if x.shape[-1] not in self.rotated:
+            return x.to(dtype)  # no larger than the largest of the row that was encoded
+        return fit(turn(x, self.rotated, back=True), dtype)
 
     def scores(self, query: torch.Tensor, state: Scaled) -> torch.Tensor:
         dots = turn(query, self.rotated) @ self.to_float(state.codes).transpose(-1, -2)
@@ -193,6 +207,33 @@ def turn(x: torch.Tensor, rotated: range, back: bool = False) -> torch.Tensor:
         return x
     matrix = rotation(x.shape[-1], x.device)
     return x @ (matrix.T if back else matrix)
+
+
+@lru_cache(maxsize=64)
+def _entrance(width: int, device: torch.device | str) -> tuple[torch.Tensor, float]:
+    """``rotation`` divided by a power of two of at least 2 sqrt(width), and that: no sum is larger than its terms."""
+    unit = 2.0 ** (((width - 1).bit_length() + 1) // 2 + 1)
+    with torch.inference_mode(False):
+        return rotation(width, device) / unit, unit
+
+
+def turn_in(x: torch.Tensor, rotated: range) -> tuple[torch.Tensor, float]:
+    """Rows ``x`` [..., D] to be encoded, in any float dtype: rotated as ``turn`` does, float32, divided by ``unit``;
+    and ``unit``, a power of two (1 where D is not in ``rotated``). Bits are those of ``turn``, but for the exponent."""
+    if x.shape[-1] not in rotated:
+        return x.float(), 1.0
+    matrix, unit = _entrance(x.shape[-1], x.device)
+    return x.float() @ matrix, unit
+
+
+def bounded(x: torch.Tensor, most: float) -> torch.Tensor:
+    """``x`` within -most .. most; NaN and infinity, which a caller did not refuse, stay to be seen."""
+    return torch.where(x.isinf(), x, x.clamp(-most, most))
+
+
+def fit(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x``, float32 and not used any more, as ``dtype``: what was rounded out of float16's range comes back in."""
+    return (x.clamp_(-65504.0, 65504.0) if dtype == torch.float16 else x).to(dtype)
 
 
 CODECS: dict[str, Codec] = {

@@ -617,6 +617,7 @@ typedef struct {
     int64_t states, dtype, states_batch, states_head; /* one token: [B, H, 1, D] */
     int64_t format, codes, codes_batch, codes_head;   /* of the slot */
     int64_t scale, scale_batch, scale_head, width;
+    double unit, most; /* what the states were divided by; the largest scale */
 } Append;
 
 static const float LIMITS[] = {[INT8] = 127.0f, [E4M3] = 448.0f, [E5M2] = 57344.0f};
@@ -638,11 +639,14 @@ INLINE uint8_t float8(float x, int mantissa, int bias) {
     return (uint8_t)((rounded < (uint32_t)(128 - bias) << 23 ? subnormal : normal) | (bits >> 24 & 0x80));
 }
 
-INLINE void encode_row(int FORMAT, const float *x, int64_t width, uint8_t *codes, float *scale) {
+INLINE void encode_row(int FORMAT, const float *x, const Append *side, uint8_t *codes, float *scale) {
+    int64_t width = side->width;
     float peak = 0.0f, limit = LIMITS[FORMAT];
     for (int64_t d = 0; d < width; d++) peak = fabsf(x[d]) > peak ? fabsf(x[d]) : peak;
-    float step = peak / limit;
-    *scale = step = step < 1.17549435e-38f ? 1.0f : step;
+    float step = peak / limit * (float)side->unit, most = (float)side->most;
+    step = step < 1.17549435e-38f ? 1.0f : step;
+    *scale = step > most ? most : step;
+    step /= (float)side->unit;
     for (int64_t d = 0; d < width; d++) {
         float y = x[d] / step;
         if (FORMAT == INT8) y = (y + 12582912.0f) - 12582912.0f; /* nearest, even on ties */
@@ -667,9 +671,9 @@ static void append_row(const Append *side, int64_t b, int64_t h, float *row) {
     uint8_t *codes = (uint8_t *)side->codes + to;
     float *scale = (float *)side->scale + b * side->scale_batch + h * side->scale_head;
     read_states(side, from, row);
-    if (side->format == INT8) encode_row(INT8, row, side->width, codes, scale);
-    if (side->format == E4M3) encode_row(E4M3, row, side->width, codes, scale);
-    if (side->format == E5M2) encode_row(E5M2, row, side->width, codes, scale);
+    if (side->format == INT8) encode_row(INT8, row, side, codes, scale);
+    if (side->format == E4M3) encode_row(E4M3, row, side, codes, scale);
+    if (side->format == E5M2) encode_row(E5M2, row, side, codes, scale);
 }
 
 /* Infinity minus itself is NaN, and NaN stays in a sum. */

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .attention import Part
-from .codecs import NEVER, Codec, rotation, turn
+from .codecs import NEVER, Codec, PerToken, fit, rotation, turn_in
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 EIGHT_BITS = {"int8": 3, "fp8_e4m3": 4, "fp8_e5m2": 5}
@@ -44,7 +44,7 @@ PIECE = 256  # fewest tokens in a split
 SIDE = struct.Struct("13q")  # Side, Part, Call and Append of cpu_decode.c
 TOKENS = struct.Struct("3q")
 CALL = struct.Struct("27q2d")
-APPEND = struct.Struct("24q")
+APPEND = struct.Struct("12q2d12q2d")
 
 
 class Library(NamedTuple):
@@ -191,7 +191,9 @@ def try_attend(
     if library.attend(call, sides):
         raise MemoryError("attend_compiled: no memory for the partial results")
     out = out.transpose(1, 2)
-    return out if dtype is query.dtype else out.to(query.dtype)
+    if dtype is query.dtype:
+        return out
+    return out.to(query.dtype) if all(part.value_codec.lossless for part in parts) else fit(out, query.dtype)
 
 
 class Described(NamedTuple):
@@ -358,23 +360,24 @@ def append(
     """
     library = load()
     assert library is not None, "append: the kernel is not built"
-    keys, values = (_turned(x, codec) for x, codec in zip((keys, values), codecs, strict=True))
-    sides = zip((keys, values), codecs, states, slots, strict=True)
-    fields = [field for side in sides for field in _append_fields(*side)]
+    fresh = [_turned(x, codec) for x, codec in zip((keys, values), codecs, strict=True)]
+    sides = zip(fresh, codecs, states, slots, strict=True)
+    fields = [field for (x, unit), *side in sides for field in _append_fields(x, unit, *side)]
     bad = library.append(APPEND.pack(*fields), keys.shape[0], keys.shape[1])
     if bad < 0:
         raise MemoryError("append: no memory for one row")
     return (None, "keys", "values")[bad]
 
 
-def _turned(x: torch.Tensor, codec: Codec) -> torch.Tensor:
+def _turned(x: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, float]:
     """Rotated by torch, as in ``encode``: another order of additions would give other bits."""
-    rotated = getattr(codec, "rotated", NEVER)
-    x = turn(x.float(), rotated) if x.shape[-1] in rotated else x
-    return x if x.stride(-1) == 1 else x.contiguous()
+    rotated, unit = getattr(codec, "rotated", NEVER), 1.0
+    if x.shape[-1] in rotated:
+        x, unit = turn_in(x, rotated)
+    return x if x.stride(-1) == 1 else x.contiguous(), unit
 
 
-def _append_fields(x: torch.Tensor, codec: Codec, state: Any, slot: int) -> tuple[int, ...]:
+def _append_fields(x: torch.Tensor, unit: float, codec: Codec, state: Any, slot: int) -> tuple[float, ...]:
     """The fields of Append, with the addresses of the slot."""
     batch, heads, tokens, width = x.shape
     codes = state[0]
@@ -385,9 +388,11 @@ def _append_fields(x: torch.Tensor, codec: Codec, state: Any, slot: int) -> tupl
     start = (x.data_ptr(), FLOATS[x.dtype], *x.stride()[:2])
     if codec.name == "full":
         assert codes.dtype is x.dtype, (codes.dtype, x.dtype)
-        return *start, FLOATS[x.dtype], codes.data_ptr() + slot * row * x.element_size(), b, h, 0, 0, 0, width
+        return *start, FLOATS[x.dtype], codes.data_ptr() + slot * row * x.element_size(), b, h, 0, 0, 0, width, 1.0, 0.0
+    assert isinstance(codec, PerToken), codec.name
     scale = state[1]
     assert codes.element_size() == 1 and scale.dtype is torch.float32 and scale.shape == (*codes.shape[:3], 1)
     sb, sh, scale_row, _ = scale.stride()
     at, scale_at = codes.data_ptr() + slot * row, scale.data_ptr() + 4 * slot * scale_row
-    return *start, EIGHT_BITS[codec.name], at, b, h, scale_at, sb, sh, width
+    most = codec.largest_scale(width)
+    return *start, EIGHT_BITS[codec.name], at, b, h, scale_at, sb, sh, width, unit, most

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codecs import NEVER, turn
+from .codecs import FARTHEST, NEVER, bounded, fit, turn, turn_in
 
 FAR = 32000.0  # largest stored offset; int16 holds 32767
 PER_STEP = {4: 1, 2: 8}  # bits -> units of a stored offset in a step
@@ -83,8 +83,12 @@ class GroupedCodec:
         batch, heads, tokens, width = x.shape
         if tokens % self.group:
             raise ValueError(f"{tokens} tokens are not whole groups of {self.group}")
-        x = turn(x.float(), self.rotated).reshape(batch, heads, tokens // self.group, self.group, width)
+        half = x.dtype == torch.float16
+        x, unit = turn_in(x, self.rotated)
+        x = x.reshape(batch, heads, tokens // self.group, self.group, width)
         low, high = self._fold(x, torch.amin), self._fold(x, torch.amax)
+        if not half:  # what lies beyond gets the first or the last code
+            low, high = bounded(low, FARTHEST / unit), bounded(high, FARTHEST / unit)
         step, zero = self._ends(low, high)
         codes, error = self._codes(x, step, zero)
         if self.bits == 2:
@@ -94,7 +98,7 @@ class GroupedCodec:
             step, zero = torch.where(other, other_step, step), torch.where(other, other_zero, zero)
             codes = torch.where(self._spread(other, width), other_codes, codes)
         zero = (zero * self.per_step).to(torch.int16)
-        return Grouped(self._pack(codes.to(torch.uint8)), step.to(torch.bfloat16), zero)
+        return Grouped(self._pack(codes.to(torch.uint8)), (step * unit).to(torch.bfloat16), zero)
 
     def _ends(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Step and offset (in steps) of the grid whose first and last codes are whole steps nearest the ends."""
@@ -124,7 +128,7 @@ class GroupedCodec:
         codes = self._unpack(state.codes)
         batch, heads, groups, group, width = codes.shape
         x = codes.add_(self._spread(self._zero(state), width)).mul_(self._spread(state.scale.float(), width))
-        return turn(x.view(batch, heads, groups * group, width), self.rotated, back=True).to(dtype)
+        return fit(turn(x.view(batch, heads, groups * group, width), self.rotated, back=True), dtype)
 
     # -- attending ---------------------------------------------------------------------------------------------------
 

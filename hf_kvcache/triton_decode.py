@@ -72,7 +72,7 @@ import triton
 import triton.language as tl
 
 from .attention import Part
-from .codecs import ALWAYS, NEVER, Codec, PerToken, Plain, Scaled, turn
+from .codecs import ALWAYS, NEVER, Codec, PerToken, Plain, Scaled, fit, turn, turn_in
 from .lowbit import GroupedCodec
 
 FORMATS = ("full", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2")  # codecs that the kernels know, by name
@@ -527,6 +527,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     AUX: tl.constexpr,
     TURN: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Join all splits of one row; ``out`` is [B, Hq, Q, Dv], which is [B, H, rows, Dv].
 
@@ -565,7 +566,11 @@ def _merge_kernel(
         peak = new_peak
     total = tl.where(total == 0.0, 1.0, total)  # a row that may attend to nothing gets zeros
     out_at = out + (cell * rows + row) * WIDTH + column
-    tl.store(out_at, acc / total, mask=column < WIDTH)
+    mean = acc / total
+    if HALF:  # rounded values may lie beyond what they were rounded from; infinity is somebody's own
+        beyond = (tl.abs(mean) > 65504.0) & (tl.abs(mean) < float("inf"))
+        mean = tl.where(beyond, tl.where(mean < 0, -65504.0, 65504.0), mean)
+    tl.store(out_at, mean, mask=column < WIDTH)
     if TURN:
         half = tl.num_programs(2).to(tl.int64) * heads * rows * WIDTH
         tl.store(out_at + half, acc_turned / total, mask=column < WIDTH)
@@ -598,6 +603,8 @@ def _append_kernel(
     heads,
     slot,
     limit,
+    unit,
+    most,
     xb,
     xh,
     xn,
@@ -612,7 +619,10 @@ def _append_kernel(
     FORMAT: tl.constexpr,
     RECIPROCAL: tl.constexpr,
 ):
-    """Rows of x [B, H, n, D], counted through, into rows ``slot + i`` of the slab."""
+    """Rows of x [B, H, n, D], counted through and divided by ``unit``, into rows ``slot + i`` of the slab.
+
+    ``most``: the largest scale; NaN and infinity stay to be seen.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
@@ -625,8 +635,10 @@ def _append_kernel(
         scale = peak * tl.div_rn(1.0, limit)
     else:
         scale = tl.div_rn(peak, limit)
-    scale = tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
+    scale = tl.where(scale * unit < 1.1754943508222875e-38, tl.div_rn(1.0, unit), scale)
     scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], [BLOCK_R, BLOCK_D]))
+    scale *= unit
+    scale = tl.where((scale > most) & (scale < float("inf")), most, scale)
     scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
     if FORMAT == "int8":
         bits = ((scaled + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: nearest, even on ties
@@ -746,10 +758,12 @@ def _attend(
         assert s_aux is None or s_aux.shape == (query_heads,), s_aux.shape
         aux = stats if s_aux is None else s_aux
         _merge_kernel[(rows, heads, batch)](
-            acc, stats, aux, out, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None, turns
-        )
-    joined = out[0] + turn(out[1], ALWAYS, back=True) if turns else out[0]
-    return joined.to(query.dtype)
+            acc, stats, aux, out, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None, turns,
+            query.dtype == torch.float16 and not turns,
+        )  # fmt: skip
+    if turns:
+        return fit(out[0] + turn(out[1], ALWAYS, back=True), query.dtype)
+    return out[0].to(query.dtype)
 
 
 class Form(NamedTuple):
@@ -975,15 +989,17 @@ def append_quantized(x: torch.Tensor, state: Scaled, slot: int, codec: Codec) ->
     assert codes.stride(3) == 1 and (scale.stride(2) == 1 or codes.shape[2] == 1), (codes.stride(), scale.stride())
     if not x.numel():
         return
+    unit = 1.0
     if width in codec.rotated:
-        x = turn(x.float(), codec.rotated)
+        x, unit = turn_in(x, codec.rotated)
     if x.stride(3) != 1:
         x = x.contiguous()
     count, block = batch * heads * tokens, _block(width)
     rows = max(1, 1024 // block)
     with _current(x.device):
         _append_kernel[(-(-count // rows),)](
-            x, codes.view(torch.int8), scale, count, tokens, heads, slot, float(codec.limit),
+            x, codes.view(torch.int8), scale, count, tokens, heads, slot,
+            float(codec.limit), unit, codec.largest_scale(width),
             *x.stride()[:3], *codes.stride()[:3], *scale.stride()[:2], width, block, rows, codec.name,
             x.is_cuda,  # there, torch divides by a number by multiplying with its reciprocal
         )  # fmt: skip

@@ -19,6 +19,7 @@ POINTERS = {"acc_out": "*fp32", "stats_out": "*fp32", "acc_in": "*fp32", "stats_
 SHARED_MEMORY = {80: 166912, 90: 232448}  # bytes that one program may have
 
 
+NUMBERS = ("scaling", "softcap", "limit", "unit", "most")
 STRIDES = ("qb", "qh", "qq", "kb", "kh", "vb", "vh", "xb", "xh", "xn", "cb", "ch", "cn")
 
 
@@ -35,7 +36,7 @@ def build(kernel, pointers, constants, capability, warps=4):
         if name in constants:
             signature[name], values[(index,)] = "constexpr", constants[name]
         else:
-            signature[name] = pointers.get(name, "fp32" if name in ("scaling", "softcap", "limit") else "i32")
+            signature[name] = pointers.get(name, "fp32" if name in NUMBERS else "i32")
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if _is_aligned(name, signature)
     }
@@ -93,6 +94,7 @@ if __name__ == "__main__":
         shape = {"WIDTH": 128, "BLOCK_D": 128, "BLOCK_R": 8, "FORMAT": name, "RECIPROCAL": True}
         build(triton_decode._append_kernel, append, shape, 90)
     merge = {"WIDTH": 80, "BLOCK_D": 128, "BLOCK_S": 32, "AUX": True}
-    build(triton_decode._merge_kernel, {"out": "*bf16", "s_aux": "*fp32"}, {**merge, "TURN": False}, 90)
-    build(triton_decode._merge_kernel, {"out": "*fp32", "s_aux": "*fp32"}, {**merge, "TURN": True}, 80)
+    build(triton_decode._merge_kernel, {"out": "*bf16", "s_aux": "*fp32"}, {**merge, "TURN": False, "HALF": False}, 90)
+    build(triton_decode._merge_kernel, {"out": "*fp16", "s_aux": "*fp32"}, {**merge, "TURN": False, "HALF": True}, 90)
+    build(triton_decode._merge_kernel, {"out": "*fp32", "s_aux": "*fp32"}, {**merge, "TURN": True, "HALF": False}, 80)
     sys.exit(0)
