@@ -102,10 +102,11 @@ def warn_if_dropped(spec: str, limit: int) -> None:
         return
     ids = caller.f_locals.get("input_ids")
     if ids is not None and ids.shape[1] > limit:
+        name = type(caller.f_locals.get("self")).__name__
         warnings.warn(
-            f"{type(caller.f_locals.get('self')).__name__} switches its rotary positions at {limit} tokens: generate "
-            f"drops this {spec!r} cache at {ids.shape[1]} tokens and goes on with a DynamicCache. To keep it, feed a "
-            f"prompt of more than {limit + 1} tokens but its last one with model(...) in one forward first",
+            f"{name} starts anew where a sequence passes {limit} tokens: generate drops this {spec!r} cache at "
+            f"{ids.shape[1]} tokens and goes on with a DynamicCache. To keep a cache, feed a prompt of more than "
+            f"{limit + 1} tokens, but its last one, with model(...) in one forward first",
             stacklevel=4,
         )
 

@@ -212,6 +212,10 @@ def find(config: Any) -> list[Module]:
     if not _hooked:
         _hooked.append(register_module_module_registration_hook(_built))
     found = _search(config)
+    if len(found) > 1:  # models whose last user is gone may wait for the collector
+        found.clear()
+        gc.collect()
+        found = _search(config)
     if len(found) == 1:
         _models[id(config)] = weakref.ref(found[0])
     return found

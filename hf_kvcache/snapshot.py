@@ -218,6 +218,7 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
     if facts["kind"] != kind:
         raise ValueError(f"a {facts['kind']} was saved, the model has a {kind}")
     fields = {key: _unpack(value, tensors, device) for key, value in facts["fields"].items()}
+    _check_fields(layer, fields)
     if isinstance(layer, EvictionLayer):
         return layer.restore(fields)
     if not isinstance(layer, KVLayer):
@@ -244,6 +245,39 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
             shape = (layer.batch_size, layer.heads, 0, layer.widths[number])
             like: Any = codec.encode(torch.empty(shape, dtype=layer.dtypes[number], device=layer.device))
             _load_slab(slab, like, f"{name}.{part}.{side}", tokens[part] // codec.group, tensors, layer.device)
+
+
+COUNTS = {"seen": int, "batch_size": int, "heads": int, "device": torch.device}
+PAIRS = {"widths": int, "dtypes": torch.dtype}
+SCALARS = (torch.dtype, torch.device, int)
+
+
+def _check_fields(layer: Any, fields: dict[str, Any]) -> None:
+    """What is no tensor has to be of the type that such a layer holds."""
+    ours = isinstance(layer, KVLayer)
+    for key, value in fields.items():
+        if ours and key in COUNTS:
+            sound = type(value) is COUNTS[key] and (key == "device" or value >= 0)
+        elif ours and key in PAIRS:
+            sound = type(value) is tuple and len(value) == 2 and all(isinstance(side, PAIRS[key]) for side in value)
+        else:
+            sound = ours or _alike(key, value, vars(layer).get(key))
+        if not sound or (key == "sliding_window" and value != layer.sliding_window):
+            raise ValueError(f"its {key} cannot be {str(value)!r:.40}")
+
+
+def _alike(name: str, value: Any, fresh: Any) -> bool:
+    """Whether a field can be what the same one of a new layer became."""
+    if isinstance(fresh, dict):
+        return (
+            type(value) is dict
+            and value.keys() == fresh.keys()
+            and all(_alike(name, value[key], fresh[key]) for key in fresh)
+        )
+    if fresh is None:  # until the first token
+        later = torch.Tensor if name in ("keys", "values") or name.endswith("_states") else (*SCALARS, torch.Tensor)
+        return value is None or (isinstance(value, later) and value is not True)
+    return type(value) is type(fresh) or (isinstance(value, torch.Tensor) and isinstance(fresh, (tuple, torch.Tensor)))
 
 
 def _load_slab(
