@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import compat, snapshot
+from . import compat, identity, snapshot
 from . import spec as specs
 from .attention import NAME
 from .eviction import EvictionLayer
@@ -27,6 +27,7 @@ from .layers import KVLayer, WindowLayer, position_ids
 from .masked import FED_TWICE, MASKABLE, MaskedStates, View
 from .placement import Offload, Offloader
 from .plan import causal
+from .regime import Regimes, Rotated
 from .retention import Importance, Retention, SinkWindow
 
 
@@ -73,7 +74,8 @@ class KVCache(compat.Cache):
     ) -> None:
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"{type(self).__name__} takes model.config, got {type(config).__name__}")
-        self.config = compat.decoder_config(config)
+        self._source, self.config = config, compat.decoder_config(config)
+        self._regimes, self._drop_at = Regimes(self.config), compat.drops_caches_at(self.config)
         self.storage = specs.storage(storage, skip_layers)
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
@@ -88,6 +90,8 @@ class KVCache(compat.Cache):
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
         self._last_positions = [0]  # of each row, or the smallest of all
+        self._rotated = Rotated()
+        self._made: int | None = None  # ``identity.mark`` of the model when the first token came
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these. Windows
@@ -203,6 +207,9 @@ class KVCache(compat.Cache):
             self._offloader.begin(new)
         keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
         self._last_positions = last_positions  # now that these tokens are accepted
+        self._made = self._made if seen else identity.mark(self._source)
+        reached = seen + new if positions is None else max(last_positions) + 1
+        self._rotated = self._rotated.fed(seen, new, self._regimes.of(reached))
         if seen and (again or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
             # Only the mask shows a prompt that is fed twice: keys look at it.
             keys = MaskedStates.wrap(keys, View(causal(new, keys.shape[2]), seen, needed=False), "keys")
@@ -268,6 +275,13 @@ class KVCache(compat.Cache):
             ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
             layer_idx = next(ours, layer_idx)
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, per row."""
+        seen = super().get_seq_length(layer_idx)
+        if self._drop_at is not None and seen <= self._drop_at:
+            compat.warn_if_dropped(self.spec, self._drop_at)
+        return seen
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Per layer: decoded keys, decoded values, and the window of a sliding layer."""
@@ -375,6 +389,7 @@ class KVCache(compat.Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self.config)] = self.config  # the model's own config says which attention runs
+        memo[id(self._source)] = self._source
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
@@ -393,41 +408,51 @@ class KVCache(compat.Cache):
             cache.update(keys, values, index)
         return cache
 
-    def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:
+    def save(self, path: str | os.PathLike[str], token_ids: Any = None, *, model: Any = None) -> None:
         """Write the cache to one safetensors file, at once or not at all, readable by the user alone.
 
         Args:
             path: the file; one that exists is replaced.
             token_ids: the tokens that were fed, ``[n]`` or ``[B, n]``, to be kept with it.
+            model: the model that made the states; without it, the one whose config this is is looked for.
 
         Raises:
-            ValueError: ``path`` is a symbolic link, ``token_ids`` are not as many as were seen, or a layer holds
-                what such a file cannot.
+            ValueError: ``path`` is a symbolic link, ``token_ids`` are not as many as were seen, a layer holds what such
+                a file cannot, the model's weights changed meanwhile, or several models share the config.
             OSError: the folder cannot be written to, or the disk is full; nothing is left behind.
         """
         self._raise_if_suspect()
-        snapshot.save(self, path, token_ids)
+        snapshot.save(self, path, token_ids, self._whose(model))
 
     @staticmethod
     def load(path: str | os.PathLike[str], config: Any, *, spec: str | None = None, device: Any = None) -> KVCache:
-        """The cache that ``save`` wrote, which continues with the same bits; its tokens stay in the mapped file.
+        """The cache that ``save`` wrote, which continues with the same bits; a copy, whatever becomes of the file.
 
         Args:
-            config: ``model.config`` of the model that made the cache.
+            config: the model that made the cache, one with the same weights, or ``model.config`` of either.
             spec: refuse a file of another storage or retention than this one's; its placement is the new cache's.
             device: where everything goes; without it, to the devices that it was saved from.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: a damaged or foreign file, another model, another spec, or devices that are not here. Nothing
-                of the file is used before all of it was checked.
+            ValueError: a damaged or foreign file, another model or other weights, another spec, or devices that are not
+                here. Nothing of the file is used before all of it was checked.
         """
         read = snapshot.read(path)
         snapshot.check(read, config)
-        cache = KVCache.from_spec(config, read.metadata["spec"] if spec is None else spec)
+        cache = KVCache.from_spec(identity.config_of(config), read.metadata["spec"] if spec is None else spec)
         snapshot.check_spec(read, cache.spec)
         snapshot.restore(cache, read, device)
         return cache
+
+    def _whose(self, model: Any = None) -> str:
+        """The identity of the weights that made the states (see ``identity``)."""
+        source = self._source if model is None else model
+        whose = identity.of(source)
+        identity.check_unchanged(self, source)
+        if model is not None and not identity.same_config(whose, identity.of_config(self.config)):
+            raise ValueError(f"model={type(model).__name__}: this cache was made for another config")
+        return whose
 
     # -- accounting --------------------------------------------------------------------------------------------------
 

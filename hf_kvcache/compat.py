@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -39,8 +41,10 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicSlidingWindowLayer",
     "LinearAttentionCacheLayerMixin",
+    "PreTrainedModel",
     "cache_argument",
     "decoder_config",
+    "drops_caches_at",
     "flash_with_lse",
     "inside_generate",
     "is_causal_mask",
@@ -56,6 +60,7 @@ __all__ = [
     "stock_layers",
     "takes_attention",
     "uses_rotary",
+    "warn_if_dropped",
 ]
 
 
@@ -76,6 +81,43 @@ def takes_attention(config: Any) -> bool:
         return hasattr(_modeling(config), "ALL_ATTENTION_FUNCTIONS")
     except ImportError:
         return True
+
+
+def drops_caches_at(config: Any) -> int | None:
+    """The most tokens after which ``generate`` takes any cache away from this model (Phi-3 and its like): where prompt
+    and answer pass this number, the model's ``prepare_inputs_for_generation`` goes on without one."""
+    limit = getattr(config, "original_max_position_embeddings", None)
+    if limit is None:
+        return None
+    try:
+        classes = [value for value in vars(_modeling(config)).values() if isinstance(value, type)]
+    except ImportError:
+        return None
+    own = [inspect.unwrap(c.__dict__[PREPARE]) for c in classes if PREPARE in c.__dict__]
+    return limit if any("original_max_position_embeddings" in function.__code__.co_names for function in own) else None
+
+
+PREPARE = "prepare_inputs_for_generation"
+
+
+def warn_if_dropped(spec: str, limit: int) -> None:
+    """Warn if a cache of at most ``limit`` tokens is asked for its length by code that is about to drop it.
+
+    Nothing is handed to a dropped cache that could tell: this question is the last that it hears, and only its caller
+    knows how long the input is.
+    """
+    caller = sys._getframe(2)  # of get_seq_length
+    if caller.f_code.co_name != PREPARE:
+        return
+    ids = caller.f_locals.get("input_ids")
+    if ids is not None and ids.shape[1] > limit:
+        name = type(caller.f_locals.get("self")).__name__
+        warnings.warn(
+            f"{name} starts anew where a sequence passes {limit} tokens: generate drops this {spec!r} cache at "
+            f"{ids.shape[1]} tokens and goes on with a DynamicCache. To keep a cache, feed a prompt of more than "
+            f"{limit + 1} tokens, but its last one, with model(...) in one forward first",
+            stacklevel=4,
+        )
 
 
 def last_reader(config: Any, layer: int) -> int:

@@ -6,7 +6,7 @@
 ``match`` looks for the stored cache that shares the longest prefix with a prompt. A prompt is cut into blocks, and each
 block's name is a hash of its tokens and of the block before it, so equal names mean equal prefixes, up to collisions:
 
-    h_0 = H(model, spec, namespace, extra)        h_i = H(h_{i-1}, tokens of block i)
+    h_0 = H(weights, spec, namespace, extra)        h_i = H(h_{i-1}, tokens of block i)
 
 The deepest name that is known gives the candidates. A hash decides nothing, though: of every candidate the key and the
 tokens are compared, one by one, and what they share is what counts. So nobody is served another's state, not even when
@@ -17,6 +17,7 @@ What is handed out is a fork (see ``store``), rolled back to the shared prefix, 
     full, 8 bits, retention "all"    any length
     low bits                         lengths whose plain tail is still there
     sinks and window, recurrent      the full stored length, once something was dropped
+    RoPE that depends on the length  tokens rotated as those of a prompt of the new one's length are (see ``regime``)
 
 Two tiers: memory, in which the least recently used caches make room, and a folder, to which they go when there is one.
 Storages that several caches share count once.
@@ -40,9 +41,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import compat, snapshot
+from . import compat, identity, snapshot
 from .caches import KVCache, tensors_of
 from .layers import KVLayer
+from .regime import Regimes, Rotated
 
 BLOCK = 16  # tokens per link of the chain
 CHUNK = 2048  # tokens per forward of a prefill
@@ -75,7 +77,7 @@ class StoreStats:
 class Key(NamedTuple):
     """What has to be equal before tokens are compared at all."""
 
-    model: str
+    model: str  # whose states (see ``identity``)
     spec: str
     namespace: str
     extra: str
@@ -84,9 +86,10 @@ class Key(NamedTuple):
 class Entry:
     """One stored cache: in memory, in a file, or both."""
 
-    def __init__(self, key: Key, tokens: torch.Tensor, exact_from: int) -> None:
+    def __init__(self, key: Key, tokens: torch.Tensor, exact_from: int, rotated: Rotated) -> None:
         self.key, self.tokens = key, tokens  # [n] int64
         self.exact_from = exact_from  # a rollback to this length and to any longer one is exact
+        self.rotated = rotated
         self.cache: KVCache | None = None
         self.path: Path | None = None
         self.file_bytes = 0
@@ -95,7 +98,7 @@ class Entry:
     @property
     def file_name(self) -> str:
         rest = self.tokens[len(self.tokens) // BLOCK * BLOCK :]
-        return _digest(self.chain[-1], b"end" + _bytes(rest)).hex() + SUFFIX
+        return _digest(self.chain[-1], b"end" + repr(tuple(self.rotated)).encode() + _bytes(rest)).hex() + SUFFIX
 
 
 class PrefixStore:
@@ -104,12 +107,13 @@ class PrefixStore:
     Args:
         max_bytes: bytes of cache held in memory after any call. What does not fit goes to ``directory``, or is dropped.
         directory: a folder of the user's own, for what does not fit; made if missing. Other processes may use it too.
-        config: ``model.config`` that ``match`` takes if it is given none.
+        config: the model, or ``model.config``, that ``match`` takes if it is given none.
         spec: spec that ``match`` and ``generate_with_prefix`` take if they are given none.
         disk_bytes: most bytes in ``directory``; ``None``: no limit.
 
     Raises:
-        ValueError: ``max_bytes`` is not positive, or the folder is a link, someone else's, or open to others.
+        ValueError: ``max_bytes`` or ``disk_bytes`` is not positive, the latter has no folder, or the folder is a link,
+            someone else's, or open to others.
     """
 
     def __init__(
@@ -121,15 +125,20 @@ class PrefixStore:
         spec: str | None = None,
         disk_bytes: int | None = None,
     ) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-            raise ValueError(f"PrefixStore: max_bytes={max_bytes!r} is not a number of bytes")
+        for name, value in (("max_bytes", max_bytes), ("disk_bytes", 1 if disk_bytes is None else disk_bytes)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"PrefixStore: {name}={value!r} is not a number of bytes")
+        if disk_bytes is not None and directory is None:
+            raise ValueError(
+                f"PrefixStore: disk_bytes={disk_bytes} limits a folder, and there is none: pass directory="
+            )
         self.max_bytes, self.disk_bytes = max_bytes, disk_bytes
         self.config, self.spec = config, spec
         self.directory = None if directory is None else private_directory(Path(directory))
         self._lock = threading.RLock()
         self._memory: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._index: dict[bytes, set[Entry]] = {}
-        self._configs: dict[str, Any] = {}  # of the models whose caches were put
+        self._sources: dict[int, Any] = {}  # configs of the models that used this store, by id
         self._storages: Counter[int] = Counter()  # how many caches in memory reach a storage
         self._held = 0  # bytes of these storages
         self._files: dict[str, Entry] = {}
@@ -140,12 +149,15 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._memory)
 
+    def __bool__(self) -> bool:
+        return True  # also while it is empty
+
     def __repr__(self) -> str:
         return f"PrefixStore({len(self)} caches, {self._held} of {self.max_bytes} bytes)"
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def put(self, token_ids: Any, cache: KVCache, namespace: str = "", extra: str = "") -> bool:
+    def put(self, token_ids: Any, cache: KVCache, namespace: str = "", extra: str = "", *, model: Any = None) -> bool:
         """Keep a fork of ``cache``, to be found by the tokens that it has seen.
 
         Args:
@@ -154,23 +166,29 @@ class PrefixStore:
             cache: of batch 1. It stays the caller's; what happens to it later does not reach the store.
             namespace: whose it is. It is only ever found under the same one.
             extra: whatever else the states depend on, such as the ``content_hash`` of images.
+            model: the model that made it; without it, the one whose config the cache was made with is looked for.
 
         Returns:
             Whether it was kept: not if it is larger than ``max_bytes`` and there is no folder.
 
         Raises:
-            ValueError: no cache of ours, another batch than 1, or tokens that are not those that it has seen.
+            ValueError: no cache of ours, another batch than 1, tokens that are not those that it has seen, weights that
+                changed since it was fed, or a config that several models share.
         """
+        check_cache(cache)
+        return self._keep(token_ids, cache, cache._whose(model), namespace, extra)
+
+    def _keep(self, token_ids: Any, cache: KVCache, whose: str, namespace: str, extra: str) -> bool:
         ids, seen = row(token_ids), check_cache(cache)
         if len(ids) not in (seen, seen + 1) or not seen:
             raise ValueError(f"put: {len(ids)} token ids for a cache that has seen {seen} tokens")
         cache._raise_if_suspect()
-        key = Key(snapshot.fingerprint(cache.config), cache.spec, *texts(namespace, extra))
-        entry = Entry(key, ids[:seen].clone(), seen - cache.exact_rollback())
+        key = Key(whose, cache.spec, *texts(namespace, extra))
+        entry = Entry(key, ids[:seen].clone(), seen - cache.exact_rollback(), cache._rotated)
         entry.cache = cache.fork()
         with self._lock:
             self._counts["puts"] += 1
-            self._configs[key.model] = cache.config
+            self._sources[id(cache._source)] = cache._source
             for old in self._covered(entry):
                 self._forget(old)
             self._enter(entry)
@@ -208,8 +226,10 @@ class PrefixStore:
         """The cache that is stored for the longest prefix of a prompt.
 
         Args:
-            token_ids: the prompt, a list, ``[n]`` or ``[1, n]``.
-            config: ``model.config``; needed where the store has seen several models, or none yet.
+            token_ids: the whole prompt, a list, ``[n]`` or ``[1, n]``. Where rotary positions depend on the length, its
+                length decides what is served.
+            config: the model, or ``model.config``; needed where the store has seen several, or none yet. It is the
+                weights as they are now that count.
             spec: as ``config``.
             namespace, extra: as they were given to ``put``.
             leave: tokens at the end of the prompt that are not taken from the store. ``generate`` needs one to feed.
@@ -218,48 +238,54 @@ class PrefixStore:
             (a cache that holds the first ``matched`` tokens and is the caller's own, ``matched``), or (``None``, 0).
 
         Raises:
-            ValueError: ``config`` or ``spec`` is needed.
+            ValueError: ``config`` or ``spec`` is needed, or the model itself, because several share this config.
         """
-        ids = row(token_ids)
         self._scan()
-        found, known = self._resolve(config, spec, namespace, extra)
+        key, source = self._resolve(config, spec, namespace, extra)
+        return self._match(row(token_ids), key, source, leave)
+
+    def _match(self, ids: torch.Tensor, key: Key | None, source: Any, leave: int) -> tuple[KVCache | None, int]:
         cache, matched = None, 0
-        if found is not None:
-            cache, matched = self._serve(found, known, ids, max(len(ids) - leave, 0))
+        if key is not None:
+            cache, matched = self._serve(key, source, ids, max(len(ids) - leave, 0))
         with self._lock:
             self._counts.update(tokens_asked=len(ids), tokens_reused=matched)
             self._counts["misses" if cache is None else "hits"] += 1
         return cache, matched
 
-    def _resolve(self, config: Any, spec: str | None, namespace: str, extra: str) -> tuple[Key | None, Any]:
-        """The key that a prompt is looked up by, and the config; ``None`` where there is nothing to be found."""
-        config, spec = config or self.config, spec or self.spec
+    def _resolve(self, source: Any, spec: str | None, namespace: str, extra: str) -> tuple[Key | None, Any]:
+        """The key that a prompt is looked up by, and the model or config; no key where there is nothing to be found."""
+        source, spec = self.config if source is None else source, spec or self.spec
         texts(namespace, extra)
         with self._lock:
             pairs = {entry.key[:2] for entry in (*self._memory, *self._files.values())}
-            known = dict(self._configs)
-        model = None if config is None else snapshot.fingerprint(config)
-        if model is not None:
-            self._configs[model] = config
-        spec = canonical(config or next(iter(known.values()), None), pairs, spec)
-        fitting = {pair for pair in pairs if model in (None, pair[0]) and spec in (None, pair[1])}
+            sources = list(self._sources.values()) if source is None else [source]
+        whose = {identity.of(one): one for one in sources}  # weights may have changed since something was put
+        if source is not None:
+            self._remember(source)
+        spec = canonical(sources[0] if sources else None, pairs, spec)
+        fitting = {pair for pair in pairs if (not whose or pair[0] in whose) and spec in (None, pair[1])}
         if not fitting:
-            return None, None
+            return None, source
         if len(fitting) > 1:
             raise ValueError(
                 f"match: the store holds caches of {len({m for m, _ in fitting})} models and of the specs "
                 f"{', '.join(sorted({s for _, s in fitting}))}: pass config= and spec="
             )
         pair = fitting.pop()
-        if config is None and pair[0] not in known:
+        if not whose:
             raise ValueError("match: another process has written these caches: pass config=model.config to load them")
-        return Key(*pair, namespace, extra), config or known[pair[0]]
+        return Key(*pair, namespace, extra), whose[pair[0]]
 
-    def _serve(self, key: Key, config: Any, ids: torch.Tensor, most: int) -> tuple[KVCache | None, int]:
+    def _remember(self, source: Any) -> None:
+        config = identity.config_of(source)
+        self._sources[id(config)] = config
+
+    def _serve(self, key: Key, source: Any, ids: torch.Tensor, most: int) -> tuple[KVCache | None, int]:
         """A fork of the best entry; one whose file turns out to be gone or damaged is forgotten, then the next best."""
         while True:
             with self._lock:
-                entry, length = self._best(key, ids, most)
+                entry, length = self._best(key, source, ids, most)
                 if entry is None:
                     return None, 0
                 if entry.cache is not None:
@@ -267,26 +293,27 @@ class PrefixStore:
                     if entry in self._memory:
                         self._memory.move_to_end(entry)
                     break
-            loaded = self._load(entry, config)
+            loaded = self._load(entry, source)
             if loaded is not None:
                 cache = loaded
                 break
-        rebind(cache, config)
+        rebind(cache, source)
         cache.rollback(len(entry.tokens) - length)
         return cache, length
 
-    def _best(self, key: Key, ids: torch.Tensor, most: int) -> tuple[Entry | None, int]:
+    def _best(self, key: Key, source: Any, ids: torch.Tensor, most: int) -> tuple[Entry | None, int]:
         """The entry with the longest usable prefix, from the deepest known block to the shallowest."""
         best, length, links = None, 0, chain(key, ids)
         looked: set[Entry] = set()
+        regime = Regimes(compat.decoder_config(identity.config_of(source))).of(len(ids))
         for depth in reversed(range(len(links))):
             if min(most, (depth + 1) * BLOCK) <= length:
                 break  # what is only found further up shares less than this
             for entry in self._index.get(links[depth], set()) - looked:
                 looked.add(entry)
-                if entry.key != key:
+                if entry.key != key or not fits(entry.cache, source):
                     continue
-                usable = min(shared(entry.tokens, ids), most)
+                usable = min(shared(entry.tokens, ids), most, entry.rotated.usable(regime))
                 if usable >= max(entry.exact_from, 1) and usable > length:
                     best, length = entry, usable
         return best, length
@@ -302,6 +329,7 @@ class PrefixStore:
             if old.key == entry.key
             and len(old.tokens) >= min(entry.exact_from, len(entry.tokens))
             and shared(old.tokens, entry.tokens) == len(old.tokens)
+            and entry.rotated.usable(old.rotated.regime) >= old.rotated.length
         ]
 
     def _enter(self, entry: Entry) -> None:
@@ -367,7 +395,7 @@ class PrefixStore:
         try:
             key = entry.key
             facts = {"namespace": key.namespace, "extra": key.extra, "exact_from": str(entry.exact_from)}
-            snapshot.save(cache, path, entry.tokens, **facts)
+            snapshot.save(cache, path, entry.tokens, key.model, **facts)
             size = path.stat().st_size
         except (OSError, ValueError) as error:
             self._warn(f"a cache of {len(entry.tokens)} tokens was not written to {path}: {error}")
@@ -431,7 +459,10 @@ class PrefixStore:
             found = snapshot.read(path, only=("token_ids",))
             facts, tokens = found.metadata, found.token_ids
             key = Key(facts["model"], facts["spec"], facts["namespace"], facts["extra"])
-            entry = Entry(key, row(tokens).clone(), int(facts["exact_from"]))
+            if tokens is None or "exact_from" not in facts:
+                raise KeyError("token_ids")
+            exact_from = snapshot.fact(found, "exact_from", int, lambda length: 0 <= length <= tokens.shape[-1])
+            entry = Entry(key, row(tokens).clone(), exact_from, snapshot.rotated(found))
         except KeyError:  # a snapshot that no store has written
             self._passed.add((path.name, about.st_mtime_ns))
             return
@@ -445,13 +476,13 @@ class PrefixStore:
         self._files[path.name] = entry
         self._enter(entry)
 
-    def _load(self, entry: Entry, config: Any) -> KVCache | None:
+    def _load(self, entry: Entry, source: Any) -> KVCache | None:
         """The cache in an entry's file, also back in memory; ``None``, and the entry forgotten, if it is not there."""
         path = entry.path
         if path is None:  # another thread found it damaged
             return None
         try:
-            cache = self._read(path, entry, config)
+            cache = self._read(path, entry, source)
             os.utime(path)  # what was used last is removed last
         except (ValueError, OSError) as error:
             with self._lock:
@@ -472,16 +503,16 @@ class PrefixStore:
         self._demote(victims)
         return cache
 
-    def _read(self, path: Path, entry: Entry, config: Any) -> KVCache:
+    def _read(self, path: Path, entry: Entry, source: Any) -> KVCache:
         found = snapshot.read(path)
-        snapshot.check(found, config)
         snapshot.check_spec(found, entry.key.spec)
         facts, tokens = found.metadata, found.token_ids
-        same = (facts.get("namespace"), facts.get("extra")) == entry.key[2:] and tokens is not None
+        same = (facts["model"], facts.get("namespace"), facts.get("extra")) == (entry.key.model, *entry.key[2:])
+        same = same and tokens is not None and snapshot.rotated(found) == entry.rotated
         if not same or not torch.equal(row(tokens), entry.tokens):
             raise ValueError(f"{path} holds another cache than it did")
-        cache = KVCache.from_spec(config, entry.key.spec)
-        snapshot.restore(cache, found)
+        cache = KVCache.from_spec(identity.config_of(source), entry.key.spec)
+        snapshot.restore(cache, found, device_of(source))
         return cache
 
     def _warn(self, message: str) -> None:
@@ -532,29 +563,44 @@ def generate_with_prefix(
         ValueError: several rows, padding, an encoder-decoder model, or model inputs beside ``input_ids``.
     """
     ids, rows = _checked_inputs(model, inputs)
-    spec = spec or store.spec or store_spec(store, model.config)
-    cache, matched = store.match(ids, model.config, spec=spec, namespace=namespace, extra=extra)
-    if cache is None or not _fits(cache, model):
-        cache, matched = KVCache.from_spec(model.config, spec), 0
+    whose, regimes = identity.of(model), Regimes(compat.decoder_config(model.config))
+    spec = spec or store.spec or store_spec(store, whose)
+    fresh = KVCache.from_spec(model.config, spec)
+    store._scan()
+    store._remember(model)
+    cache, matched = store._match(row(ids), Key(whose, fresh.spec, *texts(namespace, extra)), model, leave=1)
+    if cache is None:
+        cache = fresh
     name = compat.cache_argument(model.forward)
-    last = ids.shape[1] - 1
-    if last > matched:
-        _prefill(model, ids[:, matched:last], {name: cache})
-        store.put(ids[:, :last], cache, namespace, extra)
+    ends = prefill_ends(regimes, matched, ids.shape[1])
+    for start, end in zip([matched, *ends], ends, strict=False):
+        _feed(model, ids[:, start:end], {name: cache})
+    if ends:
+        store._keep(ids[:, : ends[-1]], cache, whose, namespace, extra)
     if rows > 1:
         cache.batch_repeat_interleave(rows)
     output = model.generate(**inputs, **{name: cache})
-    if rows == 1:
+    if rows == 1 and cache.get_seq_length():  # a model may have refused it (see ``compat.drops_caches_at``)
         sequence = output if isinstance(output, torch.Tensor) else output.sequences
-        store.put(sequence[:, : cache.get_seq_length()], cache, namespace, extra)
+        store._keep(sequence[:, : cache.get_seq_length()], cache, whose, namespace, extra)
     return output
+
+
+def prefill_ends(regimes: Regimes, start: int, length: int) -> list[int]:
+    """Where the forwards end that feed all but the last token of a prompt: each long enough to be rotated as the whole
+    prompt would be; none, if only the whole prompt is."""
+    last = length - 1
+    if last <= start or not regimes.agree(last, length):
+        return []
+    return [*(end for end in range(start + CHUNK, last, CHUNK) if regimes.agree(end, length)), last]
 
 
 def rewind(cache: KVCache, cached_ids: Any, new_ids: Any) -> int:
     """Make a chat's cache fit a prompt that is not just longer: chat templates rewrite earlier turns.
 
     Rolls ``cache`` back to the tokens that both share, at most to one token before the end of ``new_ids`` (``generate``
-    needs one to feed). Where that rollback is not exact the cache is reset, and the whole prompt has to be fed again.
+    needs one to feed). Where that rollback is not exact, or where a prompt of this length is rotated in another way
+    (see ``regime``), the cache is reset, and the whole prompt has to be fed again.
 
     Args:
         cached_ids: the tokens that ``cache`` has seen, a list, ``[n]`` or ``[1, n]`` (one more is ignored).
@@ -569,7 +615,7 @@ def rewind(cache: KVCache, cached_ids: Any, new_ids: Any) -> int:
     cached, new, seen = row(cached_ids), row(new_ids), check_cache(cache)
     if len(cached) not in (seen, seen + 1):
         raise ValueError(f"rewind: {len(cached)} cached ids for a cache that has seen {seen} tokens")
-    keep = min(shared(cached[:seen], new), max(len(new) - 1, 0))
+    keep = min(shared(cached[:seen], new), max(len(new) - 1, 0), cache._rotated.usable(cache._regimes.of(len(new))))
     if cache.can_rollback(seen - keep):
         cache.rollback(seen - keep)
     else:
@@ -634,19 +680,21 @@ def check_cache(cache: Any) -> int:
     return cache.get_seq_length()
 
 
-def rebind(cache: KVCache, config: Any) -> None:
-    """Let a cache ask this model which attention runs, not the one that made it."""
-    cache.config = compat.decoder_config(config)
+def rebind(cache: KVCache, source: Any) -> None:
+    """Let a cache ask this model which attention runs, not the one that made it; their weights are the same."""
+    cache._source = identity.config_of(source)
+    cache.config = compat.decoder_config(cache._source)
+    cache._made = identity.mark(cache._source)
     for layer in cache.layers:
         if isinstance(layer, KVLayer):
             layer.config = cache.config
 
 
-def canonical(config: Any, pairs: set[tuple[str, str]], spec: str | None) -> str | None:
+def canonical(source: Any, pairs: set[tuple[str, str]], spec: str | None) -> str | None:
     """A spec as caches name themselves."""
-    if spec is None or config is None or spec in {pair[1] for pair in pairs}:
+    if spec is None or source is None or spec in {pair[1] for pair in pairs}:
         return spec
-    return KVCache.from_spec(config, spec).spec
+    return KVCache.from_spec(identity.config_of(source), spec).spec
 
 
 def texts(namespace: str, extra: str) -> tuple[str, str]:
@@ -656,9 +704,8 @@ def texts(namespace: str, extra: str) -> tuple[str, str]:
     return namespace, extra
 
 
-def store_spec(store: PrefixStore, config: Any) -> str:
+def store_spec(store: PrefixStore, model: str) -> str:
     """The spec that a store holds this model's caches in, "full" if there is none yet."""
-    model = snapshot.fingerprint(config)
     with store._lock:
         found = {entry.key.spec for entries in store._index.values() for entry in entries if entry.key.model == model}
     if len(found) > 1:
@@ -719,14 +766,20 @@ def _checked_inputs(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, i
     return ids, max(1, *(count or 1 for count in counts))
 
 
-def _fits(cache: KVCache, model: Any) -> bool:
-    """Whether the cache was made by this model as it is now: on the same devices, in the same dtype."""
-    first = next((layer for layer in cache.layers if isinstance(layer, KVLayer)), None)
-    return first is None or (first.dtypes[0] == model.dtype and first.device == model.device)
+def device_of(source: Any) -> Any:
+    """Where a model computes, ``None`` for a config, and for a model that is spread over several devices."""
+    spread = not isinstance(source, torch.nn.Module) or getattr(source, "hf_device_map", None)
+    return None if spread else source.device
+
+
+def fits(cache: KVCache | None, source: Any) -> bool:
+    """Whether a cache lies where the model computes; the dtype is part of the key."""
+    device = device_of(source)
+    first = next((layer for layer in cache.layers if isinstance(layer, KVLayer)), None) if cache is not None else None
+    return device is None or first is None or first.device == device
 
 
 @torch.no_grad()
-def _prefill(model: Any, ids: torch.Tensor, cache: dict[str, Any]) -> None:
+def _feed(model: Any, ids: torch.Tensor, cache: dict[str, Any]) -> None:
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for piece in ids.split(CHUNK, dim=1):
-        model(piece, **cache, **few, use_cache=True)
+    model(ids, **cache, **few, use_cache=True)

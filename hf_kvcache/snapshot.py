@@ -5,40 +5,46 @@
     data        the tensors as the codecs store them, one after the other, without holes
 
     __metadata__   format, version    what this is
-                   model              fingerprint of the model's config
+                   model              whose states: config and weights (see ``identity``)
                    spec, layers       the cache, and per layer what is no tensor (JSON)
                    tokens_seen        tokens per row
+                   last_position      the largest position of each row
+                   rotated            regime and number of the tokens that can begin a prompt (see ``regime``)
                    checksums          CRC-32 of every tensor (JSON)
                    checksum           SHA-256 of the rest of the header
 
 A token is saved as it is stored, so a loaded cache continues with the very bits of the saved one. Nothing is pickled.
 
 Saving writes a temporary file beside the target, flushes it to the disk and renames it: whoever opens the target finds
-the old file or the new one. Loading reads everything once for the checksums and then leaves it in the mapped file:
-pages come in when they are read, and a process that is short of memory can drop them. Loaded tokens are never written
-to (they are *frozen* as those of a fork are, see ``store``), a ring is copied before its next write.
+the old file or the new one. Loading reads everything into memory of its own and checks that: a mapping of the file
+would follow whoever writes to it, and the process would die when somebody cuts it. Loaded tokens are never written to
+(they are *frozen* as those of a fork are, see ``store``), a ring is copied before its next write.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import math
 import mmap
 import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from . import identity
 from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import KVLayer, Run
 from .padded import PaddedLayer, count_by_row
+from .regime import Rotated
 from .store import Slab, map_state
 
 FORMAT, VERSION = "hf_kvcache snapshot", "4"
@@ -50,9 +56,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PADDED = ("own", "slots", "solid", "real")  # of a layer of padded rows
-# What a config says about the session or about text, but not about the keys and values that a model makes.
-BESIDE = set("transformers_version architectures dtype torch_dtype use_cache".split())
-BESIDE |= set("bos_token_id eos_token_id pad_token_id unk_token_id".split())
+FACTS = ("model", "spec", "tokens_seen", "last_position", "rotated", "layers")
 
 
 class Snapshot(NamedTuple):
@@ -60,7 +64,7 @@ class Snapshot(NamedTuple):
 
     path: Path
     metadata: dict[str, str]
-    tensors: dict[str, torch.Tensor]  # views of the mapped file
+    tensors: dict[str, torch.Tensor]  # views of a private copy of the file
 
     @property
     def token_ids(self) -> torch.Tensor | None:
@@ -68,22 +72,13 @@ class Snapshot(NamedTuple):
         return self.tensors.get("token_ids")
 
 
-def fingerprint(config: Any) -> str:
-    """What tells one model's caches from another's: a hash of the decoder's config and of the name it was loaded by.
-
-    Two models with equal configs and names, such as one model with different adapters, are not told apart.
-    """
-    config = config.get_text_config(decoder=True)
-    facts = {k: v for k, v in config.to_diff_dict().items() if k not in BESIDE and not k.startswith("_")}
-    text = json.dumps([config.model_type, getattr(config, "_name_or_path", ""), facts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 # -- a cache as tensors and text ---------------------------------------------------------------------------------------
 
 
-def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **metadata: str) -> None:
-    """Write a cache to ``path``; see ``KVCache.save``."""
+def save(
+    cache: Any, path: str | os.PathLike[str], token_ids: Any = None, whose: str | None = None, **metadata: str
+) -> None:
+    """Write a cache to ``path``; see ``KVCache.save``. ``whose``: the identity of the weights that made it."""
     tensors: dict[str, torch.Tensor] = {}
     layers = [_save_layer(layer, f"layers.{index}", tensors) for index, layer in enumerate(cache.layers)]
     if token_ids is not None:
@@ -91,10 +86,11 @@ def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **meta
     write(path, tensors, {
         "format": FORMAT,
         "version": VERSION,
-        "model": fingerprint(cache.config),
+        "model": cache._whose() if whose is None else whose,
         "spec": cache.spec,
         "tokens_seen": str(cache.get_seq_length()),
         "last_position": ",".join(map(str, cache._last_positions)),
+        "rotated": json.dumps(cache._rotated),
         "layers": json.dumps(layers),
         **metadata,
     })  # fmt: skip
@@ -102,27 +98,78 @@ def save(cache: Any, path: str | os.PathLike[str], token_ids: Any = None, **meta
 
 def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
     """Fill a new cache of the snapshot's spec; see ``KVCache.load``."""
-    layers, path = json.loads(snapshot.metadata["layers"]), snapshot.path
+    path, metadata = snapshot.path, snapshot.metadata
+    layers = fact(snapshot, "layers", json.loads, lambda found: all(isinstance(item, dict) for item in found))
+    positions = fact(snapshot, "last_position", lambda text: [int(last) for last in text.split(",")], lambda _: True)
+    seen = fact(snapshot, "tokens_seen", int, lambda count: count >= 0)
     if len(layers) != len(cache.layers):
         raise ValueError(f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}")
     for index, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
         try:
             _load_layer(layer, facts, f"layers.{index}", snapshot.tensors, device)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path}: layer {index} is not as a snapshot of {cache.spec!r} has it ({error})") from None
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{path}: layer {index} is not as a snapshot of {cache.spec!r} has it ({reason})"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{path}: layer {index}: {error}") from None
-    cache._last_positions = [int(last) for last in snapshot.metadata["last_position"].split(",")]
-
-
-def check(snapshot: Snapshot, config: Any) -> None:
-    """Refuse a file of another model."""
-    path, metadata = snapshot.path, snapshot.metadata
-    if metadata["model"] != fingerprint(config):
+    cache._last_positions, cache._rotated = positions, rotated(snapshot)
+    if cache.get_seq_length() != seen:
         raise ValueError(
-            f"{path} was saved for another model than {type(config).__name__} "
-            f"({getattr(config, '_name_or_path', '') or 'unnamed'}): load it with the config that it was saved with"
+            f"{path} holds {cache.get_seq_length()} tokens, and says tokens_seen={metadata['tokens_seen']}"
         )
+
+
+def fact(snapshot: Snapshot, name: str, parse: Callable[[str], Any], fits: Callable[[Any], bool]) -> Any:
+    """What the metadata says under this name, parsed.
+
+    Raises:
+        ValueError: nothing of that name, or nothing that can be understood.
+    """
+    text = snapshot.metadata.get(name)
+    try:
+        value = parse(text)  # type: ignore[arg-type]
+        if fits(value):
+            return value
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{snapshot.path} is not a snapshot as this library writes them: its {name} is {text!r:.60}")
+
+
+def rotated(snapshot: Snapshot) -> Rotated:
+    """What the metadata says of the rotation of the tokens."""
+
+    def fits(value: Rotated) -> bool:
+        return type(value.length) is int and value.length >= 0 and type(value.regime) in (int, type(None))
+
+    found: Rotated = fact(snapshot, "rotated", lambda text: Rotated(*json.loads(text)), fits)
+    return found
+
+
+def check(snapshot: Snapshot, source: Any) -> None:
+    """Refuse a file of another model, or of other weights; ``source``: the model or its config."""
+    path, saved, mine = snapshot.path, snapshot.metadata["model"], identity.of(source)
+    if saved == mine:
+        return
+    config = identity.config_of(source)
+    name = f"{type(config).__name__} ({getattr(config, '_name_or_path', '') or 'unnamed'})"
+    if not identity.same_config(saved, mine) or not (identity.has_weights(saved) or identity.has_weights(mine)):
+        raise ValueError(f"{path} was saved for another model than {name}: load it with the config it was saved with")
+    if not identity.has_weights(saved):
+        raise ValueError(
+            f"{path} does not say whose weights made it: it was saved while no model held its config. Save it with "
+            "cache.save(path, model=model)"
+        )
+    if not identity.has_weights(mine):
+        raise ValueError(
+            f"{path} belongs to certain weights, and no model here holds this {name}: pass the model itself, "
+            "KVCache.load(path, model)"
+        )
+    raise ValueError(
+        f"{path} was made by other weights than those of the model with this {name}, as they are now: load it for the "
+        "model that made it, with the same adapters"
+    )
 
 
 def check_spec(snapshot: Snapshot, spec: str) -> None:
@@ -173,6 +220,7 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
     if facts["kind"] != kind:
         raise ValueError(f"a {facts['kind']} was saved, the model has a {kind}")
     fields = {key: _unpack(value, tensors, device) for key, value in facts["fields"].items()}
+    _check_fields(layer, fields)
     if isinstance(layer, EvictionLayer):
         return layer.restore(fields)
     if not isinstance(layer, KVLayer):
@@ -199,6 +247,39 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
             shape = (layer.batch_size, layer.heads, 0, layer.widths[number])
             like: Any = codec.encode(torch.empty(shape, dtype=layer.dtypes[number], device=layer.device))
             _load_slab(slab, like, f"{name}.{part}.{side}", tokens[part] // codec.group, tensors, layer.device)
+
+
+COUNTS = {"seen": int, "batch_size": int, "heads": int, "device": torch.device}
+PAIRS = {"widths": int, "dtypes": torch.dtype}
+SCALARS = (torch.dtype, torch.device, int)
+
+
+def _check_fields(layer: Any, fields: dict[str, Any]) -> None:
+    """What is no tensor has to be of the type that such a layer holds."""
+    ours = isinstance(layer, KVLayer)
+    for key, value in fields.items():
+        if ours and key in COUNTS:
+            sound = type(value) is COUNTS[key] and (key == "device" or value >= 0)
+        elif ours and key in PAIRS:
+            sound = type(value) is tuple and len(value) == 2 and all(isinstance(side, PAIRS[key]) for side in value)
+        else:
+            sound = ours or _alike(key, value, vars(layer).get(key))
+        if not sound or (key == "sliding_window" and value != layer.sliding_window):
+            raise ValueError(f"its {key} cannot be {str(value)!r:.40}")
+
+
+def _alike(name: str, value: Any, fresh: Any) -> bool:
+    """Whether a field can be what the same one of a new layer became."""
+    if isinstance(fresh, dict):
+        return (
+            type(value) is dict
+            and value.keys() == fresh.keys()
+            and all(_alike(name, value[key], fresh[key]) for key in fresh)
+        )
+    if fresh is None:  # until the first token
+        later = torch.Tensor if name in ("keys", "values") or name.endswith("_states") else (*SCALARS, torch.Tensor)
+        return value is None or (isinstance(value, later) and value is not True)
+    return type(value) is type(fresh) or (isinstance(value, torch.Tensor) and isinstance(fresh, (tuple, torch.Tensor)))
 
 
 def _load_slab(
@@ -327,80 +408,103 @@ def replacing(path: Path) -> Iterator[Any]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name survives a power cut
-    finally:
-        os.close(folder)
+    with contextlib.suppress(OSError):  # not every system can flush a folder; the file is whole, and in its place
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name survives a power cut
+        finally:
+            os.close(folder)
 
 
 def read(path: str | os.PathLike[str], only: Sequence[str] | None = None) -> Snapshot:
-    """Map a snapshot and check all of it: the format, the bounds of every tensor, every checksum.
+    """Read a snapshot and check all of it: the format, the bounds of every tensor, every checksum.
 
     Args:
-        only: names of the tensors that are wanted; the others are neither checked nor returned.
+        only: names of the tensors that are wanted; the others are neither read nor returned.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a symbolic link, no snapshot, one of another version, or one that is damaged.
     """
     path = Path(path)
-    data = _map(path)
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 2 <= size <= min(LARGEST_HEADER, len(data) - 8):
-        raise ValueError(f"{path} is not a snapshot, or it is cut off")
-    try:
-        entries = json.loads(bytes(data[8 : 8 + size]))
-        metadata = entries.pop("__metadata__")
-        stated = metadata.pop("checksum")
-        sums = json.loads(metadata["checksums"])
-        sound = metadata["format"] == FORMAT and stated == _checksum(metadata, entries)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not a snapshot, or its header is damaged") from None
-    if not sound:
-        raise ValueError(f"{path} is not a snapshot, or its header is damaged: checksums differ")
-    if metadata["version"] != VERSION:
-        raise ValueError(f"{path} is of version {metadata['version']}, this library reads version {VERSION}")
-    tensors = _tensors(path, data, 8 + size, entries)
-    if only is not None:
-        tensors = {name: t for name, t in tensors.items() if name in only}
-    for name in tensors:
-        start, end = (8 + size + offset for offset in entries[name]["data_offsets"])
-        if zlib.crc32(memoryview(data)[start:end]) != sums[name]:
-            raise ValueError(f"{path} is damaged: the checksum of {name} differs")
+    with _open(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(LARGEST_HEADER, length - 8):
+            raise ValueError(f"{path} is not a snapshot, or it is cut off")
+        metadata, entries, sums = _parse(path, file.read(size))
+        _check_places(path, entries, length - 8 - size)
+        # Memory of nobody else's; its pages come into being when they are written to.
+        data = mmap.mmap(-1, max(length - 8 - size, 1))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, entry in entries.items():
+            if only is not None and name not in only:
+                continue
+            start, end = entry["data_offsets"]
+            with memoryview(data)[start:end] as room:
+                file.seek(8 + size + start)
+                if file.readinto(room) != end - start:
+                    raise ValueError(f"{path} is cut off or damaged at {name}: it became shorter while it was read")
+                if zlib.crc32(room) != sums[name]:
+                    raise ValueError(f"{path} is damaged: the checksum of {name} differs")
+            tensors[name] = _tensor(data, entry)
     return Snapshot(path, metadata, tensors)
 
 
-def _map(path: Path) -> mmap.mmap:
-    """The whole file in memory, privately: what others see of it cannot be changed through it."""
+def _open(path: Path) -> io.BufferedReader:
     if path.is_symlink():
         raise ValueError(f"{path} is a symbolic link: a snapshot is not read through one")
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or not about.st_size:
-            raise ValueError(f"{path} is empty, or not a file")
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    finally:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode) or not about.st_size:
         os.close(descriptor)
+        raise ValueError(f"{path} is empty, or not a file")
+    return open(descriptor, "rb")  # noqa: SIM115
 
 
-def _tensors(path: Path, data: mmap.mmap, base: int, entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Views of the data, which has to be covered without holes and without overlap."""
-    tensors: dict[str, torch.Tensor] = {}
+def _parse(path: Path, header: bytes) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+    """(metadata, entries, checksums of the tensors) of a header that is sound and of this version."""
+    try:
+        entries = json.loads(header)
+        metadata = entries.pop("__metadata__")
+        stated = metadata.pop("checksum")
+        sound = metadata["format"] == FORMAT and stated == _checksum(metadata, entries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is not a snapshot, or its header is damaged") from None
+    if not sound:
+        raise ValueError(f"{path} is not a snapshot, or its header is damaged: checksums differ")
+    if metadata.get("version") != VERSION:
+        raise ValueError(f"{path} is of version {metadata.get('version')}, this library reads version {VERSION}")
+    for name in FACTS:
+        if name not in metadata:
+            raise ValueError(f"{path} is not a snapshot as this library writes them: it has no {name}")
+    strange = [name for name, value in metadata.items() if not isinstance(value, str)]
+    if strange:
+        raise ValueError(f"{path} is not a snapshot as this library writes them: its {strange[0]} is no text")
+    sums = fact(Snapshot(path, metadata, {}), "checksums", json.loads, lambda found: found.keys() == entries.keys())
+    return metadata, entries, sums
+
+
+def _check_places(path: Path, entries: Mapping[str, Any], length: int) -> None:
+    """The tensors have to cover the data without holes and without overlap."""
     at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        count = 1
-        for side in shape:
-            count *= side
-        if start != at or end - start != count * dtype.itemsize or base + end > len(data):
-            raise ValueError(f"{path} is cut off or damaged at {name}")
-        at = end
-        empty = torch.empty(shape, dtype=dtype)
-        tensors[name] = (
-            torch.frombuffer(data, dtype=dtype, count=count, offset=base + start).view(shape) if count else empty
-        )
-    if base + at != len(data):
-        raise ValueError(f"{path} has {len(data) - base - at} bytes more than its header says")
-    return tensors
+    try:
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            if any(type(side) is not int or side < 0 for side in (*shape, start, end)):
+                raise ValueError(f"{path} is damaged at {name}: a size is no number of bytes")
+            if start != at or end - start != math.prod(shape) * dtype.itemsize or end > length:
+                raise ValueError(f"{path} is cut off or damaged at {name}")
+            at = end
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a snapshot as this library writes them: a tensor has no place") from None
+    if at != length:
+        raise ValueError(f"{path} has {length - at} bytes more than its header says")
+
+
+def _tensor(data: mmap.mmap, entry: Mapping[str, Any]) -> torch.Tensor:
+    dtype, shape, start = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"][0]
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)
