@@ -202,7 +202,10 @@ class PaddedLayer(KVLayer):
             if mask is not None and mask.shape[-2] == chunk.keys.shape[2]:
                 _refuse_look_ahead(mask, chunk.keys, self.seen)
             real = None if mask is None else _real(mask, chunk.keys, self.seen)
-            return self._store(chunk.keys, chunk.values, real)
+            self.torn = True  # until all of it is stored
+            history = self._store(chunk.keys, chunk.values, real)
+        self.torn = False
+        return history
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
         new, has_tail = keys.shape[2], self.storage.has_tail
@@ -349,6 +352,10 @@ class PaddedLayer(KVLayer):
         """As ``KVLayer.crop``; exact while the removed tokens are real in every row."""
         tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
+        if self.chunk is not None and tokens_to_remove:  # of a forward that died before its attention
+            tokens_to_remove, self.chunk = tokens_to_remove + self.chunk.keys.shape[2], None
+            if not tokens_to_remove:
+                return
         if -tokens_to_remove >= self.seen:
             return self.reset()
         left = self.own + tokens_to_remove
@@ -360,14 +367,17 @@ class PaddedLayer(KVLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
-        self.catch_up()
         if tokens_to_remove > 0:
             super().check_crop(tokens_to_remove)
-        why = self._refusal(-tokens_to_remove)
+        waiting = self.waiting
+        if not tokens_to_remove or -tokens_to_remove < waiting:
+            self.catch_up()
+            waiting = 0
+        why = self._refusal(-tokens_to_remove - waiting)
         if why:
             raise ValueError(
-                f"crop({tokens_to_remove}): layer {self.index} {why}; exact are up to {self.exact} tokens: fork() the "
-                "cache before the tokens that may be taken back, or use retention 'all' with storage 'int8'"
+                f"crop({tokens_to_remove}): layer {self.index} {why}; exact are up to {waiting + self.exact} tokens: "
+                "fork() the cache before the tokens that may be taken back, or use retention 'all' with storage 'int8'"
             )
 
     def _refusal(self, tokens: int) -> str | None:
@@ -382,6 +392,14 @@ class PaddedLayer(KVLayer):
         if self.storage.has_tail and bool((self.boundaries(left) != self.boundaries(self.own)).any()):
             return "has sealed tokens that would have to be plain again"
         return None
+
+    @property
+    def waiting(self) -> int:  # type: ignore[override]
+        return 0 if self.chunk is None else self.chunk.keys.shape[2]
+
+    @property
+    def longest(self) -> int:
+        return int(self.own.max())
 
     @property
     def exact(self) -> int:

@@ -163,6 +163,8 @@ def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             layer.home.discard()  # one staged copy at a time
     facts = ("seen", "batch_size", "heads", "widths", "dtypes", "device") if layer.is_initialized else ()
     fields = {key: getattr(layer, key) for key in facts} | padded
+    if layer.skipped:
+        fields |= {"given": layer.given, "skipped": layer.skipped}
     return {"kind": "KVLayer", "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in fields.items()}}
 
 
