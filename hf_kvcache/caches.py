@@ -301,21 +301,22 @@ class KVCache(compat.Cache):
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock, but another batch size is refused."""
-        self._enter(layer_idx, f"new conv {args[:1]} {kwargs.get('state_idx')}")
         self._check_batch(layer_idx, conv_states.shape[0])
+        self._enter(layer_idx, f"new conv {args[:1]} {kwargs.get('state_idx')}")
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As stock, but another batch size is refused."""
-        self._enter(layer_idx, f"new recurrent {args[:1]} {kwargs.get('state_idx')}")
         self._check_batch(layer_idx, recurrent_states.shape[0])
+        self._enter(layer_idx, f"new recurrent {args[:1]} {kwargs.get('state_idx')}")
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def _check_batch(self, index: int, rows: int) -> None:
         held = _rows(self.layers[index])
         if held not in (None, rows):
+            self._progress.take_back()
             raise ValueError(
                 f"layer {index} holds a batch of {held}, got {rows}: reset() the cache, or use "
                 "batch_repeat_interleave / batch_select_indices first"

@@ -38,8 +38,14 @@ class Progress:
 
     def begin(self, before: int) -> None:
         """No layer is reached; ``before``: tokens that all of them have seen."""
+        self.last = (getattr(self, "reached", set()), getattr(self, "before", 0))
         self.reached: set[tuple[int, str]] = set()
         self.before = before
+
+    def take_back(self) -> None:
+        """The forward that has begun is refused before it changes anything."""
+        if all(what in ("conv", "recurrent") for _, what in self.reached):
+            self.reached, self.before = self.last
 
     def fork(self) -> Progress:
         """Another one at the same place."""

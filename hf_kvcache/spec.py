@@ -123,7 +123,7 @@ def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) ->
     name = ALIASES.get(name, name)
     bits = _bits(name)
     low = any(b in (4, 2) for b in bits)
-    defaults: dict[str, Any] = LOW_BITS if low else {"skip_layers": ()} if name == "full" else dict(EIGHT_BITS)
+    defaults: dict[str, Any] = dict(LOW_BITS) if low else {"skip_layers": ()} if name == "full" else dict(EIGHT_BITS)
     if not bits and not isinstance(find_codec(name), PerToken):
         defaults.pop("rotate", None)
     if bits and bits[0] == 8:  # keys of 8 bits have one scale per token
