@@ -505,8 +505,8 @@ def kvcache_attention(
     queries, tokens = query.shape[2], sum(part.tokens for part in history.parts)
     alone = queries == tokens > 1 and not history.needed and not special and kwargs.get("position_bias") is None
     if alone and (ordered or attention_mask is not None):  # a prompt: everything is new
-        plain = (side.to(query.dtype) for side in history.plain())
-        return compat.sdpa_attention_forward(module, query, *plain, attention_mask, 0.0, scaling, **kwargs)
+        keys, values = (side.to(query.dtype) for side in history.plain())
+        return compat.sdpa_attention_forward(module, query, keys, values, attention_mask, 0.0, scaling, **kwargs)
     out = _attend_history(query, history, attention_mask, scaling, softcap, s_aux, ordered)
     return out.transpose(1, 2).contiguous(), None
 
@@ -556,8 +556,12 @@ def _attend_history(
         return attend_segments(query, parts, segments(visible), scaling, softcap, s_aux)
     rows = [
         attend_segments(
-            query[b : b + 1], [part.row(b, query.shape[0]) for part in parts], segments(visible.row(b)), scaling,
-            softcap, s_aux,
+            query[b : b + 1],
+            [part.row(b, query.shape[0]) for part in parts],
+            segments(visible.row(b)),
+            scaling,
+            softcap,
+            s_aux,
         )  # fmt: skip
         for b in range(query.shape[0])
     ]
@@ -626,13 +630,13 @@ def _attend_observed(
             seen = None if mask is None and queries == 1 else written
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
         elif queries == tokens > 1 and softcap is None and s_aux is None:
-            plain = (side.to(query.dtype) for side in history.plain())
+            keys, values = (side.to(query.dtype) for side in history.plain())
             own = None if mask is None else attention_mask
-            out = compat.sdpa_attention_forward(module, query, *plain, own, 0.0, scaling, is_causal=True, **kwargs)[0]
-            out = out.transpose(1, 2)
+            run = (module, query, keys, values, own, 0.0, scaling)
+            out = compat.sdpa_attention_forward(*run, is_causal=True, **kwargs)[0].transpose(1, 2)
         elif queries <= SMALL:
-            seen = None if mask is None and queries == 1 else written(0, queries)
-            out = attend(query, parts, scaling, seen, softcap, s_aux)
+            few = None if mask is None and queries == 1 else written(0, queries)
+            out = attend(query, parts, scaling, few, softcap, s_aux)
         elif mask is None:
             out = attend_segments(query, parts, segments(causal(queries, tokens)), scaling, softcap, s_aux)
         else:

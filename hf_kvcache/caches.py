@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,12 @@ import torch
 
 from . import compat, identity, snapshot
 from . import spec as specs
-from .attention import NAME
 from .eviction import EvictionLayer
-from .layers import KVLayer, WindowLayer, position_ids
+from .layers import KVLayer, WindowLayer, as_rows, position_ids, refuse_positive
 from .masked import FED_TWICE, MASKABLE, MaskedStates, View
 from .placement import Offload, Offloader
 from .plan import causal
+from .progress import RESET, Progress
 from .regime import Regimes, Rotated
 from .retention import Importance, Retention, SinkWindow
 
@@ -84,6 +85,10 @@ class KVCache(compat.Cache):
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
         self._first = attends.index(True)
+        self._progress = Progress(
+            self.layers, compat.beside_the_text(self.config), getattr(self.config, "layer_types", None)
+        )
+        self._twin: weakref.ref[Any] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -92,6 +97,8 @@ class KVCache(compat.Cache):
         self._last_positions = [0]  # of each row, or the smallest of all
         self._rotated = Rotated()
         self._made: int | None = None  # ``identity.mark`` of the model when the first token came
+        self._with_grad: dict[int, int] = {}  # by layer, the first token that came with a gradient
+        self._progress.begin(0)
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these. Windows
@@ -105,9 +112,9 @@ class KVCache(compat.Cache):
 
     def _make_layers(self) -> list[Any]:
         stock = compat.stock_layers(self.config)
-        skip, keep = self._numbers("skip_layers", self.storage.skip_layers, len(stock)), set(range(len(stock)))
+        skip, keep = self._numbers("skip_layers", self.storage.skip_layers, stock), set(range(len(stock)))
         if isinstance(self.placement, Offload):
-            keep = self._numbers("keep_layers", self.placement.keep_layers, len(stock))
+            keep = self._numbers("keep_layers", self.placement.keep_layers, stock)
         self._refuse_far_eviction()
         layers = [self._make_layer(layer, i, len(stock), i in skip, i in keep) for i, layer in enumerate(stock)]
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
@@ -124,12 +131,21 @@ class KVCache(compat.Cache):
             warnings.warn(f"{self.spec!r} offloads nothing: no full attention layer is left to offload", stacklevel=4)
         return layers
 
-    def _numbers(self, name: str, layers: tuple[int, ...] | str, count: int) -> set[int]:
+    def _numbers(self, name: str, layers: tuple[int, ...] | str, stock: list[Any]) -> set[int]:
+        count, own = len(stock), [i for i, layer in enumerate(stock) if isinstance(layer, compat.CacheLayerMixin)]
         if layers == "ends":
-            return {0, count - 1}
+            return {own[0], own[-1]} if own else set()
         outside = [index for index in layers if not -count <= int(index) < count]
         if outside:
             raise ValueError(f"{name}={outside}: the model has {count} layers")
+        for index in layers:
+            if int(index) % count not in own:
+                why = "reads the keys of another layer, or has no attention"
+                why = why if compat.is_empty_layer(stock[int(index) % count]) else "keeps a recurrent state"
+                raise ValueError(
+                    f"{name}={index}: layer {int(index) % count} of {type(self.config).__name__} has no cache of its "
+                    f"own, it {why}; the first and last that have one are {own[0]} and {own[-1]}"
+                )
         return {int(index) % count for index in layers}
 
     def _refuse_far_eviction(self) -> None:
@@ -153,6 +169,12 @@ class KVCache(compat.Cache):
             return WindowLayer(stock.sliding_window)
         if compat.is_stock_layer(stock):
             return stock
+        if compat.is_composite(stock):
+            raise ValueError(
+                f"layer {index} of {type(self.config).__name__} holds attention and a recurrent state in one "
+                f"({type(stock).__name__}), which this library does not support: use the stock DynamicCache for this "
+                "model"
+            )
         types = getattr(self.config, "layer_types", None)
         kind = types[index] if types else type(stock).__name__
         raise ValueError(
@@ -195,53 +217,142 @@ class KVCache(compat.Cache):
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
         layer: Any = self.layers[layer_idx]
+        self._enter(layer_idx, "keys")
         if layer_idx != self._first:
-            return self._update_layer(layer, key_states, value_states, *args, **kwargs)
+            return self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
-        last_positions, again = self._check_positions(positions, new)
+        for each in self.layers:
+            if isinstance(each, KVLayer):
+                each.check_recording(new)
+        last_positions, back = self._check_positions(positions, new)
         attention = self.config._attn_implementation
-        if again and compat.inside_generate():  # elsewhere they were given on purpose
-            raise ValueError(FED_TWICE)
+        if back and compat.inside_generate():  # elsewhere they were given on purpose
+            raise ValueError(FED_TWICE.replace("rollback(1)", f"rollback({back})"))
         if self._offloader is not None:
             self._offloader.begin(new)
-        keys, values = self._update_layer(layer, key_states, value_states, *args, **kwargs)
+        keys, values = self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
         self._last_positions = last_positions  # now that these tokens are accepted
         self._made = self._made if seen else identity.mark(self._source)
         reached = seen + new if positions is None else max(last_positions) + 1
         self._rotated = self._rotated.fed(seen, new, self._regimes.of(reached))
-        if seen and (again or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
+        if seen and (back or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
             # Only the mask shows a prompt that is fed twice: keys look at it.
             keys = MaskedStates.wrap(keys, View(causal(new, keys.shape[2]), seen, needed=False), "keys")
         return keys, values
 
-    def _update_layer(self, layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _update_layer(
+        self, index: int, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        layer: Any = self.layers[index]
+        if not isinstance(layer, (KVLayer, WindowLayer)):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        grads = isinstance(layer, KVLayer) and torch.is_grad_enabled()
+        new_grads = grads and (key_states.requires_grad or value_states.requires_grad)
+        severed, seen = grads and index in self._with_grad, layer.get_seq_length()
+        if severed and not new_grads:  # the model is frozen, what it was given is not
+            key_states = key_states.detach().requires_grad_()
+        mark = layer.mark()
         try:
-            return layer.update(*args, **kwargs)
-        except OSError:  # a full disk
-            if self._offloader is not None and self._offloader.forwards <= 1:
-                self.reset()  # there was nothing before this forward
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        except BaseException as error:
+            layer.recall(mark)
+            if isinstance(error, OSError) and self._offloader is not None and self._offloader.forwards <= 1:
+                self.reset()  # a full disk, and there was nothing before this forward
             raise
+        if new_grads:
+            self._with_grad.setdefault(index, seen)
+        for states in (keys, values) if severed else ():
+            if isinstance(states, torch.Tensor) and states.requires_grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    states.register_hook(_refuse_backward)
+        return keys, values
 
-    def _check_positions(self, positions: torch.Tensor | None, new: int) -> tuple[list[int], bool]:
-        """The last positions, and whether those of every row were seen before: so ``generate`` feeds a prompt twice, but
-        so come also contexts that a caller lays out side by side."""
+    # -- forwards that die midway ------------------------------------------------------------------------------------
+
+    def _enter(self, index: int, what: str) -> None:
+        """A forward comes to a layer; where it is the first one, the forward before must have reached them all.
+
+        Raises:
+            ValueError: it has not; nothing has changed.
+        """
+        self._follow_copy()
+        progress = self._progress
+        if progress.starts_at(index, what):
+            self._raise_if_uneven()
+            progress.begin(self._longest())
+        if progress.recurrent or index == progress.first:
+            progress.reached.add((index, what))
+
+    def _raise_if_uneven(self) -> None:
+        """Refuse to go on with layers that differ, and say what would make them equal."""
+        wrong = self._progress.uneven(self.layers)
+        if wrong is None:
+            return
+        lengths = self._progress.seen(self.layers).values()
+        seen = [n for n in lengths if n is not None]
+        back = max(seen) - min(seen)
+        if 0 < back < max(seen) and None not in lengths and self.can_rollback(back):
+            raise ValueError(f"{wrong}: call cache.rollback({back}) to go back to {min(seen)} tokens, then feed again")
+        raise ValueError(f"{wrong}: {RESET}")
+
+    def _longest(self) -> int:
+        """Tokens seen by the layer that has seen most."""
+        return max(n or 0 for n in self._progress.seen(self.layers).values())
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As stock; a recurrent layer is reached."""
+        self._enter(layer_idx, "conv")
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As stock; a recurrent layer is reached."""
+        self._enter(layer_idx, "recurrent")
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As stock, but another batch size is refused."""
+        self._check_batch(layer_idx, conv_states.shape[0])
+        self._enter(layer_idx, f"new conv {args[:1]} {kwargs.get('state_idx')}")
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As stock, but another batch size is refused."""
+        self._check_batch(layer_idx, recurrent_states.shape[0])
+        self._enter(layer_idx, f"new recurrent {args[:1]} {kwargs.get('state_idx')}")
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _check_batch(self, index: int, rows: int) -> None:
+        held = _rows(self.layers[index])
+        if held not in (None, rows):
+            self._progress.take_back()
+            raise ValueError(
+                f"layer {index} holds a batch of {held}, got {rows}: reset() the cache, or use "
+                "batch_repeat_interleave / batch_select_indices first"
+            )
+
+    def _check_positions(self, positions: torch.Tensor | None, new: int) -> tuple[list[int], int]:
+        """The last positions, and how many tokens back these begin where every row has seen them before, else 0: so
+        ``generate`` feeds a prompt twice, but so come also contexts that a caller lays out side by side."""
         if positions is None or positions.dim() != 2 or positions.shape[1] != new or not new:
-            return self._last_positions, False
+            return self._last_positions, 0
         if new == 1 and positions.is_cuda:  # a look would wait for the device in every decode step
-            return [last + 1 for last in self._last_positions], False
+            return [last + 1 for last in self._last_positions], 0
         lows = highs = positions[:, -1].tolist()
         if new > 1:  # position 0 is also that of pads, and so is a repeated one
-            again, pads = positions[:, 1:] == positions[:, :-1], positions == 0
-            pads[:, 1:] |= again
-            pads[:, :-1] |= again
+            same, pads = positions[:, 1:] == positions[:, :-1], positions == 0
+            pads[:, 1:] |= same
+            pads[:, :-1] |= same
             lows = positions.masked_fill(pads, torch.iinfo(positions.dtype).max).amin(1).tolist()
             highs = positions.amax(1).tolist()
         lasts = self._last_positions
         lasts = lasts if len(lasts) == len(highs) else [min(lasts)] * len(highs)
         old = (high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True))
-        again_ = max(lasts) > 0 and (any(highs) or new == 1) and all(old)
-        return list(map(max, highs, lasts)), again_
+        again = max(lasts) > 0 and (any(highs) or new == 1) and all(old)
+        back = max(last - high + 1 for high, last in zip(highs, lasts, strict=True)) if again else 0
+        return list(map(max, highs, lasts)), back
 
     def _raise_if_suspect(self) -> None:
         """Refuse what the last forward brought, where it was not looked at on the spot (see ``KVLayer``)."""
@@ -300,15 +411,20 @@ class KVCache(compat.Cache):
     def rollback(self, tokens: int) -> None:
         """Take back the last ``tokens`` tokens, exactly.
 
+        After a forward that died midway layers differ: ``tokens`` counts from the longest of them, so that as many as
+        that forward was to bring lead back to before it. Where that is exact for every layer, it makes them equal;
+        where all that was seen is taken back, it always is.
+
         Raises:
             ValueError: negative, more than were seen, or what would have to come back is gone: evicted tokens, the
                 plain form of encoded ones (low bits), a recurrent state. The message says what is exact.
         """
-        seen = self.get_seq_length()
+        seen = self._longest()
         if not 0 <= tokens <= seen:
             raise ValueError(f"rollback({tokens}): the cache has seen {seen} tokens")
-        if tokens:  # stock windows do not take crop(0)
-            self.crop(-tokens)
+        if not tokens:  # stock windows do not take crop(0)
+            return self._raise_if_uneven()
+        self.crop(-tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, in all layers or (when one must refuse) in none.
@@ -318,30 +434,105 @@ class KVCache(compat.Cache):
         """
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        target = max(self._longest() + tokens_to_remove, 0)
+        if tokens_to_remove and not target and self._progress.uneven(self.layers):
+            return self.reset()
+        layer: Any
+        for index, layer in enumerate(self.layers):
+            removed = layer.get_seq_length() - target if index in self._progress.attention else -tokens_to_remove
+            if removed or getattr(layer, "record_past", False):  # stock layers do not take crop(0)
+                layer.crop(-removed)
+        if tokens_to_remove:
+            self._progress.begin(target)
+        self._with_grad = {index: first for index, first in self._with_grad.items() if first < target}
         self._last_positions = [max(last + tokens_to_remove, 0) for last in self._last_positions]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows ``indices`` (integers or a bool mask)."""
-        super().batch_select_indices(indices)
+        """Only the rows ``indices`` (integers or a bool mask; a tensor, list or tuple)."""
+        self._raise_if_uneven()
+        rows = as_rows(indices)
+        for index, layer in enumerate(self.layers):
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(rows)
+            else:
+                self._move_rows(index, lambda t: t[rows.to(t.device)])
         self._last_positions = [min(self._last_positions)]  # rows moved; every row is at least as far
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, next to each other."""
+        self._raise_if_uneven()
+        for index, layer in enumerate(self.layers):
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
+            else:
+                self._move_rows(index, lambda t: t.repeat_interleave(repeats, 0))
         self._last_positions = [min(self._last_positions)]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (integers; a tensor, list or tuple)."""
+        self._raise_if_uneven()
+        super().reorder_cache(as_rows(beam_idx))  # type: ignore[arg-type]
+        self._last_positions = [min(self._last_positions)]
+
+    def _move_rows(self, index: int, fn: Any) -> None:
+        """Rows of a recurrent layer, which stock can only reorder."""
+        layer: Any = self.layers[index]
+        held = _rows(layer)
+        if held is not None:
+            layer.reorder_cache(fn(torch.arange(held)))
+
+    def activate_past_recording(self) -> None:
+        """From now on nothing leaves a layer before a ``crop`` lets it: native windows grow, and tokens that would
+        evict others are refused.
+
+        Raises:
+            ValueError: tokens are evicted already.
+        """
+        for layer in self.layers:
+            if isinstance(layer, KVLayer) and layer.longest and layer.kept_at(layer.longest) < layer.longest:
+                raise ValueError(
+                    f"activate_past_recording(): layer {layer.index} has evicted tokens ({self.retention.spec!r}), and "
+                    "could not be cropped: fork() the cache before the tokens that may be taken back, or use retention "
+                    "'all'"
+                )
+        super().activate_past_recording()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
+        refuse_positive(tokens_to_remove)
+        lengths, longest = self._progress.seen(self.layers), self._longest()
+        target = max(longest + tokens_to_remove, 0)
+        wrong = self._progress.uneven(self.layers)
+        if wrong and tokens_to_remove and not target:
+            return  # everything goes
+        if wrong and (None in lengths.values() or self._progress.torn(self.layers)):
+            raise ValueError(f"crop({tokens_to_remove}): {wrong}: {RESET}")
+        least = min(n for n in lengths.values() if n is not None) if lengths else longest
+        if target > least:
+            raise ValueError(
+                f"crop({tokens_to_remove}): {wrong}: take back at least the {longest - least} tokens that some lack"
+            )
+        layer: Any
         for index, layer in enumerate(self.layers):
+            removed = layer.get_seq_length() - target if index in self._progress.attention else -tokens_to_remove
             if isinstance(layer, (KVLayer, WindowLayer)):
-                layer.check_crop(tokens_to_remove)
-            elif tokens_to_remove and isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                self._check_layer(layer, -removed, wrong)
+            elif removed and isinstance(layer, compat.LinearAttentionCacheLayerMixin):
                 if any(layer.is_recurrent_states_initialized.values()) or not layer.record_past:
+                    why = f"{wrong}, and " if wrong else ""
                     raise ValueError(
-                        f"crop({tokens_to_remove}): layer {index} keeps a recurrent state, which cannot go back; "
-                        "fork() the cache before the tokens that may be taken back"
+                        f"crop({tokens_to_remove}): {why}layer {index} keeps a recurrent state, which cannot go back; "
+                        + (RESET if wrong else "fork() the cache before the tokens that may be taken back")
                     )
+
+    def _check_layer(self, layer: Any, tokens_to_remove: int, wrong: str | None) -> None:
+        try:
+            layer.check_crop(tokens_to_remove)
+        except ValueError as error:
+            if wrong is None:
+                raise
+            why = str(error).split(": ", 1)[1].split(";")[0].split(", and ")[0]
+            raise ValueError(f"crop({tokens_to_remove}): {wrong}, and {why}: {RESET}") from None
 
     def can_rollback(self, tokens: int) -> bool:
         """Whether ``rollback(tokens)`` would be exact now."""
@@ -349,10 +540,11 @@ class KVCache(compat.Cache):
             self.check_crop(-tokens)
         except ValueError:
             return False
-        return 0 <= tokens <= self.get_seq_length()
+        return 0 <= tokens <= self._longest()
 
     def exact_rollback(self) -> int:
         """How many tokens can be taken back exactly: any number up to this one."""
+        self._raise_if_uneven()
         exact = self.get_seq_length()
         for layer in self.layers:
             if isinstance(layer, KVLayer):
@@ -366,9 +558,18 @@ class KVCache(compat.Cache):
     def reset(self) -> None:
         """Forget everything: equal to a new cache."""
         super().reset()
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                self._renew(index)
         if self._offloader is not None:
             self._offloader.reset()
         self._start()
+
+    def _renew(self, index: int) -> None:
+        """Make a recurrent layer what it was when it was made: stock keeps its tensors, and their batch size."""
+        new = compat.stock_layers(self.config)[index]
+        vars(self.layers[index]).clear()
+        vars(self.layers[index]).update(vars(new))
 
     def close(self) -> None:
         """Forget everything and remove what is on disk. Using the cache again begins anew."""
@@ -378,35 +579,126 @@ class KVCache(compat.Cache):
 
     def fork(self) -> KVCache:
         """A cache that continues from here on its own. Both share the stored tokens, which never change; ``nbytes`` of
-        each counts all that it reaches. An offloaded cache is copied: its files and lanes are its own."""
+        each counts all that it reaches. An offloaded cache is copied: its files and lanes are its own.
+
+        Raises:
+            ValueError: a forward died midway and left layers that differ.
+        """
+        self._raise_if_uneven()
+        self._follow_copy()
         if self._offloader is not None:
             return copy.deepcopy(self)
         new = copy.copy(self)
         new.layers = [
             layer.fork() if isinstance(layer, (KVLayer, WindowLayer)) else copy.deepcopy(layer) for layer in self.layers
         ]
+        new._progress, new._with_grad = self._progress.fork(), dict(self._with_grad)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        memo[id(self.config)] = self.config  # the model's own config says which attention runs
+        """A copy follows the model's own config, which says which attention runs; copied together with its model, in
+        any order, the config of that copy."""
+        self._follow_copy()
         memo[id(self._source)] = self._source
+        known = memo.get(id(self.config))
+        config, ours = known or self.config, known is None
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
+        memo[id(self.config)] = config
         for name, value in self.__dict__.items():
             new.__dict__[name] = copy.deepcopy(value, memo)
+        if ours:  # a model that is copied later finds a config of its own; without one that is forgotten
+            memo[id(self.config)] = twin = copy.deepcopy(self.config)
+            new._twin = weakref.ref(twin)
         return new
+
+    def _follow_copy(self) -> None:
+        """The config of the model that was copied together with this cache, if there was one."""
+        if self._twin is None:
+            return
+        config, self._twin = self._twin(), None
+        if config is not None:
+            self.config = config
+            for layer in self.layers:
+                if isinstance(layer, KVLayer):
+                    layer.config = config
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_copy()
+        return dict(self.__dict__)
 
     @classmethod
     def from_states(
-        cls, config: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], spec: str = "full"
+        cls,
+        config: Any,
+        states: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        spec: str = "full",
+        *,
+        tokens_seen: int | None = None,
     ) -> KVCache:
-        """A cache filled with given keys and values, one ``([B, H, n, Dk], [B, H, n, Dv])`` per layer."""
+        """A cache filled with given keys and values, one ``([B, H, n, Dk], [B, H, n, Dv])`` per layer.
+
+        Args:
+            states: for a layer with a native window at least the tokens that it would hold; ``(None, None)`` for one
+                without a cache.
+            tokens_seen: how many tokens the states stand for, where they were chosen or compressed elsewhere: the next
+                token has this position. Without it, as many as the longest layer has.
+
+        Raises:
+            ValueError: states for another number of layers, of other lengths in layers that hold all tokens, or too few
+                for a window; recurrent layers; a policy that needs more than keys; ``tokens_seen`` less than there are
+                states, or with a retention that needs to know which tokens they are.
+        """
         cache = cls.from_spec(config, spec)
         if len(states) != len(cache):
             raise ValueError(f"{len(states)} pairs of states for a model of {len(cache)} layers")
+        held = cache._check_states(states, tokens_seen)
+        seen = held if tokens_seen is None else tokens_seen
         for index, (keys, values) in enumerate(states):
-            cache.update(keys, values, index)
+            layer: Any = cache.layers[index]
+            if isinstance(layer, (KVLayer, WindowLayer)):
+                cache.update(keys, values, index)
+                if isinstance(layer, EvictionLayer) and layer.pending is not None:
+                    layer.settle(None, None, None)  # no attention will come
+                if layer.get_seq_length() != seen:
+                    layer.pretend(seen)
         return cache
+
+    def _check_states(self, states: Sequence[tuple[Any, Any]], tokens_seen: int | None) -> int:
+        """How many tokens there are in the layers that hold most."""
+        lengths: dict[int, int] = {}
+        for index, (layer, (keys, values)) in enumerate(zip(self.layers, states, strict=True)):
+            if isinstance(layer, compat.LinearAttentionCacheLayerMixin):
+                raise ValueError(
+                    f"from_states: layer {index} keeps a recurrent state, which keys and values cannot give"
+                )
+            if not isinstance(layer, (KVLayer, WindowLayer)):
+                continue
+            if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
+                raise ValueError(f"from_states: layer {index} needs keys and values, got {type(keys).__name__}")
+            lengths[index] = keys.shape[2]
+            policy = self.retention.policy if isinstance(layer, KVLayer) else None
+            if policy is not None and policy.needs != "keys":
+                raise ValueError(
+                    f"from_states: policy {self.retention.spec!r} needs attention {policy.needs}, which states do not "
+                    "bring: use 'knorm', 'keydiff' or 'random', or feed the tokens to the model"
+                )
+        full = {n for i, n in lengths.items() if isinstance(self.layers[i], KVLayer)}
+        if len(full) > 1:
+            raise ValueError(
+                f"from_states: layers that hold all tokens have states of {sorted(full)} tokens: pass as many"
+            )
+        held = max(full or lengths.values())
+        if tokens_seen is None:
+            return held
+        if isinstance(tokens_seen, bool) or not isinstance(tokens_seen, int) or tokens_seen < held:
+            raise ValueError(f"from_states: tokens_seen={tokens_seen!r} is not an integer >= the {held} given tokens")
+        if full and tokens_seen > held and (self.retention.policy or self.retention.reposition):
+            raise ValueError(
+                f"from_states: {self.retention.spec!r} needs the position of every token, and {held} states of "
+                f"{tokens_seen} tokens do not have one: use retention 'all' or 'sink'"
+            )
+        return held
 
     def save(self, path: str | os.PathLike[str], token_ids: Any = None, *, model: Any = None) -> None:
         """Write the cache to one safetensors file, at once or not at all, readable by the user alone.
@@ -421,6 +713,7 @@ class KVCache(compat.Cache):
                 a file cannot, the model's weights changed meanwhile, or several models share the config.
             OSError: the folder cannot be written to, or the disk is full; nothing is left behind.
         """
+        self._raise_if_uneven()
         self._raise_if_suspect()
         snapshot.save(self, path, token_ids, self._whose(model))
 
@@ -591,6 +884,20 @@ class OffloadedCache(KVCache):
         layers = specs.layer_numbers("keep_layers", keep_layers)
         placement = Offload(directory, layers, keep_recent, max_pinned, _stage)
         super().__init__(config, placement=placement, **_known(options, "storage", "retention", "skip_layers"))
+
+
+def _refuse_backward(gradient: torch.Tensor) -> None:
+    """A hook on what attention read, where stored tokens came with gradients that the store does not keep."""
+    raise ValueError(
+        "the cache holds tokens that came with gradients, which end in it: feed those under torch.no_grad(), or use "
+        "transformers' DynamicCache for training through several forwards"
+    )
+
+
+def _rows(layer: Any) -> int | None:
+    """The batch of a recurrent layer; ``None`` before its first forward."""
+    held = [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
+    return held[0].shape[0] if held else None
 
 
 def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -34,7 +34,11 @@ except ImportError:
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
+# 5.24 asks a cache for every recurrent state before using it; older models took it from the layer.
+ASKS_FOR_STATES = hasattr(Cache, "get_conv_state")
+
 __all__ = [
+    "ASKS_FOR_STATES",
     "AttentionInterface",
     "AttentionMaskInterface",
     "Cache",
@@ -42,12 +46,15 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionCacheLayerMixin",
     "PreTrainedModel",
+    "beside_the_text",
     "cache_argument",
     "decoder_config",
     "drops_caches_at",
     "flash_with_lse",
     "inside_generate",
     "is_causal_mask",
+    "is_composite",
+    "is_empty_layer",
     "is_plain_causal",
     "is_plain_full_attention",
     "is_stock_layer",
@@ -204,13 +211,28 @@ def is_plain_causal(options: dict[str, Any]) -> bool:
     return function is causal_mask_function and options.get("allow_is_causal_skip", True)
 
 
+def beside_the_text(config: Any) -> tuple[int, ...]:
+    """Layers that attend to images: they hold as many tokens as those have, or none (Mllama)."""
+    return tuple(getattr(config, "cross_attention_layers", None) or ())
+
+
 def is_plain_full_attention(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
 def is_stock_layer(layer: Any) -> bool:
     """Recurrent states, and layers that hold nothing: kept as transformers makes them."""
-    return isinstance(layer, (LinearAttentionCacheLayerMixin, *EMPTY_LAYERS))
+    return isinstance(layer, (LinearAttentionCacheLayerMixin, *EMPTY_LAYERS)) and not is_composite(layer)
+
+
+def is_composite(layer: Any) -> bool:
+    """Attention and a recurrent state in one layer (Falcon H1, Zaya)."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, CacheLayerMixin)
+
+
+def is_empty_layer(layer: Any) -> bool:
+    """Nothing of its own: it reads another layer's keys, or has no attention."""
+    return isinstance(layer, EMPTY_LAYERS)
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:

@@ -212,11 +212,30 @@ class EvictionLayer(KVLayer):
         if self.retention.adaptive:
             raise ValueError(f"layer {self.index}: heads of adaptive budgets differ, and {kept}: leave out adaptive")
 
+    def mark(self) -> Any:
+        """Where the layer is, for ``recall``."""
+        return self.seen, self.is_initialized
+
+    def recall(self, mark: Any) -> None:
+        """After an exception in ``update``: nothing waits for an attention that will not come."""
+        seen, initialized = mark
+        if self.torn:
+            return
+        if self.pending is not None and self.pending.first == seen:
+            self._drop_pending()
+        if not initialized and not self.seen:
+            self.reset()
+
+    def _drop_pending(self) -> None:
+        """Forget the new tokens of the last forward, which are still beside the slots: exact."""
+        assert self.pending is not None
+        self.seen, self.pending, self.read = self.pending.first, None, None
+
     # -- attention asks ----------------------------------------------------------------------------------------------
 
     def mask(self, facts: Mask | None, queries: int) -> Callable[[int, int], torch.Tensor] | None:
-        """Who may attend to what: a function of queries ``start:stop``, [B or 1, H, Hq or 1, s, n]; ``None``: all of it,
-        up to the query itself. There may be fewer queries than new tokens, the last ones.
+        """Who may attend to what: a function of queries ``start:stop``, [B or 1, H, Hq or 1, s, n]; ``None``: all of
+        it, up to the query itself. There may be fewer queries than new tokens, the last ones.
 
         Of a mask, its last columns speak of the new tokens; the others matter where they hide a token that is held.
         """
@@ -241,7 +260,8 @@ class EvictionLayer(KVLayer):
                 if own.dtype != torch.bool:
                     old = torch.zeros(old.shape, dtype=own.dtype, device=old.device).masked_fill_(~old, -INF)
             elif held is not None:
-                hide = held.repeat_interleave(old.shape[1] // held.shape[1], 1) if old.shape[1] > held.shape[1] else held
+                wide = max(old.shape[1], held.shape[1])
+                hide = held.repeat_interleave(wide // held.shape[1], 1)
                 old = old & hide if old.dtype == torch.bool else old.masked_fill(~hide, -INF)
             if 1 < own.shape[1] != old.shape[1] > 1:
                 old = old.repeat_interleave(own.shape[1] // old.shape[1], 1)
@@ -330,6 +350,18 @@ class EvictionLayer(KVLayer):
         self.pending, self.read = None, None
         if not chunk.keys.shape[2]:
             return
+        self.torn = True  # until all of it has its place
+        self._settle(chunk, query, mass, real, scaling)
+        self.torn = False
+
+    def _settle(
+        self,
+        chunk: Chunk,
+        query: torch.Tensor | None,
+        mass: torch.Tensor | None,
+        real: torch.Tensor | None,
+        scaling: float,
+    ) -> None:
         position = self._number(chunk, real)  # [B, H, q]
         nothing = position.new_zeros(*position.shape[:2], 0)
         held = torch.cat([nothing, *(s.positions().flatten(2) for s in self._containers())], -1)
@@ -582,6 +614,14 @@ class EvictionLayer(KVLayer):
         """A score that keeps everything that is a token."""
         return torch.zeros_like(position[..., 0], dtype=torch.float32).masked_fill(position[..., 0] < 0, -INF)
 
+    def get_seq_length(self) -> int:
+        """Tokens seen, evicted and waiting ones included."""
+        return self.seen + self.skipped
+
+    @property
+    def defers(self) -> bool:
+        return True
+
     # -- transformers: asking ----------------------------------------------------------------------------------------
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -673,10 +713,15 @@ class EvictionLayer(KVLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As ``KVLayer.crop``; exact only while nothing was evicted or sealed, and scores do not add up over time."""
+        tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
         if not tokens_to_remove or not self.is_initialized:
             return
         left = max(self.seen + tokens_to_remove, 0)
+        if self.pending is not None:
+            self._drop_pending()
+        if self.seen == left:
+            return
         if not left:
             return self._forget_tokens()
         slots = self.tail_slots if self.two else self.kept_slots
@@ -697,6 +742,8 @@ class EvictionLayer(KVLayer):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
         refuse_positive(tokens_to_remove)
+        if self.pending is not None and tokens_to_remove and -tokens_to_remove < self.pending.keys.shape[2]:
+            self._catch_up()
         why = self._refusal(tokens_to_remove)
         if why:
             raise ValueError(
@@ -706,14 +753,15 @@ class EvictionLayer(KVLayer):
 
     def _refusal(self, tokens_to_remove: int) -> str | None:
         """Why these tokens cannot be taken back exactly."""
-        slots = self.kept_slots
+        slots, waiting = self.kept_slots, self.waiting
         least = int(slots.size.min()) if isinstance(slots, Ragged) else self.kept  # of any head
-        if not tokens_to_remove or not self.kept or (self.seen + tokens_to_remove <= 0 and self.seen == least):
+        seen, tokens_to_remove = self.seen - waiting, min(tokens_to_remove + waiting, 0)
+        if not tokens_to_remove or not self.kept or (seen + tokens_to_remove <= 0 and seen == least):
             return None
         if self.own is not None:
             return "holds padded rows"
-        if self.seen != least:
-            return f"has evicted {self.seen - least} tokens"
+        if seen != least:
+            return f"has evicted {seen - least} tokens"
         if self.two and slots_used(self.kept_slots):
             return "has sealed tokens"
         if not self.policy.rolls_back:
@@ -723,7 +771,20 @@ class EvictionLayer(KVLayer):
     @property
     def exact(self) -> int:
         """How many tokens can be taken back exactly: any number up to this one."""
+        self._catch_up()
         return next((n for n in range(self.seen) if self._refusal(-n - 1)), self.seen)
+
+    @property
+    def waiting(self) -> int:
+        return 0 if self.pending is None else self.seen - self.pending.first
+
+    @property
+    def longest(self) -> int:
+        return self.seen if self.own is None else int(self.own.max())
+
+    def kept_at(self, seen: int) -> int:
+        """Tokens that are kept of ``seen``."""
+        return self.retention.tokens(self.budget, seen)
 
     def fork(self) -> EvictionLayer:
         """A layer that continues from here on its own: slots change in place, so they are copied."""

@@ -4,8 +4,9 @@ For one segment a kernel returns its own softmax's output o_s and log-sum-exp l_
 
     l = log(exp(l_a) + exp(l_b))        o = o_a + sigmoid(l_b - l_a) (o_b - o_a)
 
-exactly (FlashAttention, Dao et al., arXiv:2205.14135, section 3.1). Learned sinks are one more segment without a value:
-o = sigmoid(l - s_aux) o. Merging is float32; kernels compute in the model's dtype with float32 sums, as stock SDPA does.
+exactly (FlashAttention, Dao et al., arXiv:2205.14135, section 3.1). Learned sinks are one more segment without a
+value: o = sigmoid(l - s_aux) o. Merging is float32; kernels compute in the model's dtype with float32 sums, as stock
+SDPA does.
 
 Plain runs are read where they lie. Encoded ones are decoded a block at a time into the model's dtype, at most BLOCK
 values, so that no decoded copy of the history exists. All G query heads of a KV head are rows of one product where

@@ -236,6 +236,9 @@ class KVLayer(compat.CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    torn = False  # an exception came while it stored tokens, and what was there cannot be told from what is new
+    record_past = False
+    given = skipped = 0  # see ``pretend``
 
     def __init__(
         self, storage: Storage, retention: Retention, config: Any, index: int, home: Home | None = None
@@ -272,7 +275,38 @@ class KVLayer(compat.CacheLayerMixin):
         if self.rope is not None:
             self.rope.clear()
         self.is_initialized = False
-        self.__dict__.pop("batch_size", None)
+        for name in ("batch_size", "torn", "record_past", "given", "skipped"):
+            self.__dict__.pop(name, None)
+
+    def pretend(self, tokens: int) -> None:
+        """To have seen ``tokens`` tokens: those that are held, and others that were left out before they came here."""
+        self.given, self.skipped = self.seen, tokens - self.seen
+
+    # -- an update that fails ----------------------------------------------------------------------------------------
+
+    def mark(self) -> Any:
+        """Where the layer is, for ``recall``."""
+        slabs = [slab for run in self.runs for slab in run.slabs]
+        for slab in slabs:
+            slab.overwrote = False
+        return self.__class__, self.seen, self.is_initialized, [(slab, dict(vars(slab))) for slab in slabs]
+
+    def recall(self, mark: Any) -> None:
+        """After an exception in ``update``: be where ``mark`` was made, or *torn* where rows were overwritten.
+
+        Slabs write behind what they hold, or to new tensors: their old fields say what they held.
+        """
+        kind, seen, initialized, slabs = mark
+        if self.__class__ is not kind or self.seen != seen:  # all of it was stored, or nothing is left
+            return
+        if not initialized:
+            return self.reset()
+        changed = any(vars(slab)[name] != fields[name] for slab, fields in slabs for name in ("appended", "capacity"))
+        if any(slab.overwrote for slab, _ in slabs) or (changed and self.home is not None):
+            self.torn = True
+            return
+        for slab, fields in slabs if self.home is None else ():
+            vars(slab).update(fields)
 
     # -- where tokens lie --------------------------------------------------------------------------------------------
 
@@ -454,6 +488,16 @@ class KVLayer(compat.CacheLayerMixin):
         if self.kept < self.seen:
             raise ValueError(PADDED)
 
+    @property
+    def defers(self) -> bool:
+        """Whether new tokens may wait for their attention."""
+        return self.by_row
+
+    @property
+    def waiting(self) -> int:
+        """Tokens of the last forward that are not stored yet: they wait for their attention."""
+        return 0 if self.chunk is None else self.chunk.keys.shape[2]
+
     def catch_up(self) -> None:
         """Store tokens that wait for their mask, where no attention of ours followed."""
         if self.chunk is not None:
@@ -543,7 +587,7 @@ class KVLayer(compat.CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, evicted ones included."""
-        return self.seen if self.chunk is None else self.seen + self.chunk.keys.shape[2]
+        return self.seen + self.skipped + self.waiting
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
@@ -551,7 +595,7 @@ class KVLayer(compat.CacheLayerMixin):
         slots, total = self._layout(query_length).slots, self.seen + query_length
         if self._attention() == NAME:  # ours finds two slots of a token by itself
             slots = min(slots, total)
-        return slots, max(total - slots, 0)
+        return slots, max(total - slots, 0) + self.skipped
 
     def get_max_length(self) -> int:
         """-1: any number of tokens may be fed."""
@@ -569,6 +613,11 @@ class KVLayer(compat.CacheLayerMixin):
     def kept(self) -> int:
         """Tokens held per row."""
         self.catch_up()
+        return self._stored
+
+    @property
+    def _stored(self) -> int:
+        """``kept``, without tokens that wait."""
         return len(self.sinks) + len(self.sealed) + len(self.tail)
 
     @property
@@ -628,6 +677,7 @@ class KVLayer(compat.CacheLayerMixin):
         """
         tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
+        tokens_to_remove = self._drop_waiting(tokens_to_remove)
         if not tokens_to_remove:
             return
         left = max(self.seen + tokens_to_remove, 0)
@@ -636,13 +686,33 @@ class KVLayer(compat.CacheLayerMixin):
         self.tail.truncate(max(left - self.boundary(left), 0))
         self.sealed.truncate(max(self.boundary(left) - self.apart, 0))
 
+    def _drop_waiting(self, tokens_to_remove: int) -> int:
+        """Forget tokens whose attention never came, where that is all of them; what is left to be removed."""
+        if self.chunk is None or -tokens_to_remove < self.waiting:
+            return tokens_to_remove
+        tokens_to_remove, self.chunk = tokens_to_remove + self.waiting, None
+        return tokens_to_remove
+
+    def _stored_to_remove(self, tokens_to_remove: int) -> int:
+        """Of the tokens that a ``crop`` would remove, those that are stored (negative); waiting ones of which it would
+        leave some are stored first."""
+        refuse_positive(tokens_to_remove)
+        if not tokens_to_remove or -tokens_to_remove < self.waiting:
+            self.catch_up()
+        return min(tokens_to_remove + self.waiting, 0)
+
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
-        self.catch_up()
-        refuse_positive(tokens_to_remove)
-        if not tokens_to_remove:
+        stored = self._stored_to_remove(tokens_to_remove)
+        if not stored:
             return
-        evicted, left = self.seen - self.kept, max(self.seen + tokens_to_remove, 0)
+        evicted, left = self.seen - self._stored, max(self.seen + stored, 0)
+        if self.skipped and left < self.given:
+            raise ValueError(
+                f"crop({tokens_to_remove}): layer {self.index} began with {self.given} states of "
+                f"{self.given + self.skipped} tokens, which cannot be told apart; exact are up to {self.exact} tokens: "
+                "fork() the cache before the tokens that may be taken back"
+            )
         if evicted:
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} has evicted {evicted} tokens, and a rollback would need "
@@ -660,16 +730,20 @@ class KVLayer(compat.CacheLayerMixin):
     @property
     def exact(self) -> int:
         """How many tokens can be taken back exactly: any number up to this one."""
-        if self.kept != self.seen:
+        return self.waiting + self._exact_stored()
+
+    def _exact_stored(self) -> int:
+        if self._stored != self.seen:
             return 0
-        sealed = self.boundary(self.seen)
+        sealed, most = self.boundary(self.seen), self.seen - (self.given if self.skipped else 0)
         if not self.storage.has_tail or sealed <= self.apart:
-            return self.seen
-        lefts = range(self.seen - 1, -1, -1)
-        return next((n for n, left in enumerate(lefts) if self.boundary(left) not in (sealed, left)), self.seen)
+            return most
+        lefts = range(self.seen - 1, self.seen - most - 1, -1)
+        return next((n for n, left in enumerate(lefts) if self.boundary(left) not in (sealed, left)), most)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was."""
+        beam_idx = as_rows(beam_idx)
         self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -680,7 +754,8 @@ class KVLayer(compat.CacheLayerMixin):
         self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows ``indices`` (integers or a bool mask)."""
+        """Only the rows ``indices`` (integers or a bool mask; a list or tuple of them)."""
+        indices = as_rows(indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
     def _map_rows(self, fn: Any) -> None:
@@ -693,6 +768,29 @@ class KVLayer(compat.CacheLayerMixin):
                 for slab in run.slabs:
                     slab.select_rows(fn)
         self.batch_size = probe.shape[0]
+
+    def activate_past_recording(self) -> None:
+        """From now on no token leaves: what would need that is refused, so that a later ``crop`` is not."""
+        self.record_past = True
+
+    def check_recording(self, new: int) -> None:
+        """Refuse ``new`` more tokens where the past is recorded and they would displace others."""
+        longest = self.longest + new
+        if self.record_past and self.kept_at(longest) < longest:
+            raise ValueError(
+                f"layer {self.index} records the past, and {new} more tokens would evict others under "
+                f"{self.retention.spec!r}: crop() the cache first, use retention 'all', or reset() the cache"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Own tokens of the longest row."""
+        return self.seen
+
+    def kept_at(self, seen: int) -> int:
+        """Tokens that are kept of ``seen``."""
+        window = self.retention.window
+        return seen if window is None else min(seen, self.retention.sinks + window)
 
     def fork(self) -> KVLayer:
         """A layer that continues from here on its own; both share what is stored and never changes."""
@@ -765,7 +863,11 @@ class KVLayer(compat.CacheLayerMixin):
 
 
 class WindowLayer(compat.DynamicSlidingWindowLayer):
-    """The native window of a sliding or chunked layer: stock, except that ``reset`` leaves nothing behind."""
+    """The native window of a sliding or chunked layer: stock, except that ``reset`` leaves nothing behind, and that a
+    refusal changes nothing."""
+
+    torn = False
+    waiting = 0
 
     def reset(self) -> None:
         self.__init__(self.sliding_window)  # type: ignore[misc]
@@ -773,12 +875,44 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock, but the window is no view that keeps a long prompt alive."""
+        """As stock, but the window is no view that keeps a long prompt alive.
+
+        Raises:
+            ValueError: another batch size than before.
+        """
+        if self.cumulative_length and self.keys is not None and self.keys.shape[0] != key_states.shape[0]:
+            raise ValueError(
+                f"a sliding layer holds a batch of {self.keys.shape[0]}, got {key_states.shape[0]}: reset() the cache, "
+                "or use batch_repeat_interleave / batch_select_indices first"
+            )
         out = super().update(key_states, value_states, *args, **kwargs)
         keys, values = self.keys, self.values
         if keys is not None and values is not None and keys.untyped_storage().nbytes() > 2 * keys.nbytes:
             self.keys, self.values = keys.clone(), values.clone()
         return out
+
+    def pretend(self, tokens: int) -> None:
+        """To have seen ``tokens`` tokens, of which the last ones are held.
+
+        Raises:
+            ValueError: fewer are held than a query will see.
+        """
+        held, needed = self.keys.shape[2], min(tokens, self.sliding_window - 1)  # type: ignore[union-attr]
+        if held < needed:
+            raise ValueError(
+                f"a sliding layer of window {self.sliding_window} needs the last {needed} of {tokens} tokens, got "
+                f"states of {held}"
+            )
+        self.cumulative_length = tokens
+
+    def mark(self) -> Any:
+        """Where the layer is, for ``recall``; an update makes new tensors, and changes none."""
+        return dict(vars(self))
+
+    def recall(self, mark: Any) -> None:
+        """After an exception in ``update``: as if it had not been called."""
+        vars(self).clear()
+        vars(self).update(mark)
 
     def fork(self) -> WindowLayer:
         """A layer that continues from here on its own; every update makes new tensors, so these can be shared."""
@@ -787,11 +921,21 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
         refuse_positive(tokens_to_remove)
-        if tokens_to_remove and self.get_seq_length() >= self.sliding_window and not self.record_past:
+        if not tokens_to_remove or not self.cumulative_length:
+            return
+        held, left = self.keys.shape[2], max(self.cumulative_length + tokens_to_remove, 0)  # type: ignore[union-attr]
+        if max(held + tokens_to_remove, 0) < min(left, self.sliding_window - 1):
             raise ValueError(
                 f"crop({tokens_to_remove}): a sliding layer has dropped tokens beyond its window of "
                 f"{self.sliding_window}; call cache.activate_past_recording() before the tokens that may be taken back"
             )
+
+
+def as_rows(indices: Any) -> torch.Tensor:
+    """Rows of a batch by number (or a bool mask), given as a tensor, list or tuple."""
+    if isinstance(indices, torch.Tensor):
+        return indices
+    return torch.as_tensor(indices if len(indices) else torch.empty(0, dtype=torch.int64))
 
 
 def refuse_positive(tokens_to_remove: int) -> None:

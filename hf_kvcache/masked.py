@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .plan import Mask, Visible, allowed, look
+from .plan import Mask, Visible, look
 
 MASKABLE = ("sdpa", "eager")  # stock attention functions that read their keys through torch ops
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
@@ -38,7 +38,8 @@ KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__
 
 FED_TWICE = (
     "the cache already holds these tokens, and the attention mask does not cover them again: "
-    "call cache.rollback(1) before generating from a prompt that is fully cached; with use_cache=False pass no cache"
+    "call cache.rollback(1) before generating from a prompt that is fully cached, or rewind() where it is shorter or "
+    "differs; with use_cache=False pass no cache"
 )
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (
@@ -121,9 +122,11 @@ class MaskedStates(torch.Tensor):
             if name in MAKES_SCORES and carrier._fits(out):
                 return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
             if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
+                alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
+                single = "" if alone else "feed token by token, or "
                 raise ValueError(
                     f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
-                    "use retention 'all' with storage 'full', 'int8' or 'fp8'"
+                    f"{single}use retention 'all' with storage 'full', 'int8' or 'fp8'"
                 )
             return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
 

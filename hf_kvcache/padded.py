@@ -14,7 +14,7 @@ stored when attention comes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,12 +45,16 @@ class Chunk:
         if self.history is None:
             layer, new = self.layer, self.keys.shape[2]
             real = None if mask is None else look(mask, self.fed + new).new(self.fed, new)
-            layer.chunk = None
-            with torch.no_grad(), full_precision(self.keys.device):
-                if real is not None or isinstance(layer, PaddedLayer):
-                    self.history = count_by_row(layer).take(self.keys, self.values, real)
-                else:
-                    self.history = layer._append(self.keys, self.values, False)
+            layer.chunk, mark = None, layer.mark()
+            try:
+                with torch.no_grad(), full_precision(self.keys.device):
+                    if real is not None or isinstance(layer, PaddedLayer):
+                        self.history = count_by_row(layer).take(self.keys, self.values, real)
+                    else:
+                        self.history = layer._append(self.keys, self.values, False)
+            except BaseException:
+                layer.recall(mark)
+                raise
         return self.history
 
 
@@ -157,7 +161,10 @@ class PaddedLayer(KVLayer):
         """Store new tokens, of which ``real`` [B or 1, q] are no pads (``None``: all)."""
         if real is not None:
             real = real.expand(keys.shape[0], -1).cpu()
-        return self._store(keys, values, real)
+        self.torn = True  # until all of it is stored
+        history = self._store(keys, values, real)
+        self.torn = False
+        return history
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
         new, has_tail = keys.shape[2], self.storage.has_tail
@@ -253,7 +260,7 @@ class PaddedLayer(KVLayer):
     def positions(self) -> torch.Tensor | None:
         """Which of its row's own tokens are held, ascending, [B, H, kept] int64; -1 after the last one."""
         self.catch_up()
-        held = self._held()
+        held = self._tokens()
         if not held.shape[-1]:
             return None
         return held.gather(-1, self._order(held))[:, None].expand(-1, self.heads, -1)
@@ -265,14 +272,9 @@ class PaddedLayer(KVLayer):
     def kept(self) -> int:
         """Tokens held: the most of any row."""
         self.catch_up()
-        return self.slots
+        return int((self._tokens() >= 0).sum(-1).max())
 
-    @property
-    def slots(self) -> int:
-        """``kept``, without the tokens of a waiting chunk."""
-        return int((self._held() >= 0).sum(-1).max())
-
-    def _held(self) -> torch.Tensor:
+    def _tokens(self) -> torch.Tensor:
         """The token in each slot of all runs, [B, n]; -1: none."""
         return torch.cat([self.own.new_zeros(self.batch_size, 0), *(tokens for _, tokens in self._run_tokens())], -1)
 
@@ -285,7 +287,7 @@ class PaddedLayer(KVLayer):
             pieces.append(codec.decode(slab.view(), self.dtypes[side]))
         if not pieces:
             return None
-        held = self._held()
+        held = self._tokens()
         order = self._order(held)
         states = torch.take_along_dim(torch.cat(pieces, 2), order[:, None, :, None].to(self.device), 2)
         return states.masked_fill((held.gather(-1, order) < 0)[:, None, :, None].to(self.device), 0.0)
@@ -304,6 +306,9 @@ class PaddedLayer(KVLayer):
         """As ``KVLayer.crop``; exact while the removed tokens are real in every row."""
         tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
+        tokens_to_remove = self._drop_waiting(tokens_to_remove)
+        if not tokens_to_remove:
+            return
         if -tokens_to_remove >= self.seen:
             return self.reset()
         left = self.own + tokens_to_remove
@@ -316,14 +321,11 @@ class PaddedLayer(KVLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
-        self.catch_up()
-        if tokens_to_remove > 0:
-            super().check_crop(tokens_to_remove)
-        why = self._refusal(-tokens_to_remove)
+        why = self._refusal(-self._stored_to_remove(tokens_to_remove))
         if why:
             raise ValueError(
-                f"crop({tokens_to_remove}): layer {self.index} {why}; exact are up to {self.exact} tokens: fork() the "
-                "cache before the tokens that may be taken back, or use retention 'all' with storage 'int8'"
+                f"crop({tokens_to_remove}): layer {self.index} {why}; exact are up to {self.exact} tokens: "
+                "fork() the cache before the tokens that may be taken back, or use retention 'all' with storage 'int8'"
             )
 
     def _refusal(self, tokens: int) -> str | None:
@@ -340,8 +342,10 @@ class PaddedLayer(KVLayer):
         return None
 
     @property
-    def exact(self) -> int:
-        """How many tokens can be taken back exactly: any number up to this one."""
+    def longest(self) -> int:
+        return int(self.own.max())
+
+    def _exact_stored(self) -> int:
         return next((n for n in range(self.solid) if self._refusal(n + 1)), self.solid)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -143,7 +143,7 @@ class Visible(NamedTuple):
         """On another device; itself if it is there."""
         if self.number.device == device:
             return self
-        return Visible(*(t.to(device) for t in self[:5]), self.total)
+        return self._map(lambda t: t.to(device))
 
     def last(self, queries: int) -> Visible:
         """For the last ``queries`` only: layers without keys of their own may leave out the others."""
@@ -153,7 +153,10 @@ class Visible(NamedTuple):
         """One row of a batch whose rows differ."""
         if self.number.shape[0] == 1:
             return self
-        return Visible(*(t[index : index + 1] for t in self[:5]), self.total)
+        return self._map(lambda t: t[index : index + 1])
+
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Visible:
+        return Visible(fn(self.number), fn(self.since), fn(self.until), fn(self.query), fn(self.column), self.total)
 
     def rows(self, mask: torch.Tensor | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """What queries ``start:stop`` see, [R or B, 1 or H, stop - start, n]: bool, or additive where ``mask`` is.
@@ -220,7 +223,7 @@ def segments(visible: Visible) -> list[Segment]:
     visible = visible.to(torch.device("cpu"))
     digest = hashlib.blake2b(digest_size=16)
     for t in (visible.number, visible.since, visible.until, visible.query):
-        digest.update(t.contiguous().numpy())
+        digest.update(t.contiguous().numpy().tobytes())
         digest.update(b";")
     key = digest.digest()
     if key not in _plans:
@@ -267,9 +270,7 @@ def _planned(visible: Visible) -> list[Segment]:
     return found
 
 
-def _split(
-    start: torch.Tensor, end: torch.Tensor, low: int, high: int, offset: int
-) -> tuple[list[Run], list[Run]]:
+def _split(start: torch.Tensor, end: torch.Tensor, low: int, high: int, offset: int) -> tuple[list[Run], list[Run]]:
     """Of slots from ``offset`` on, the runs that all queries ``low..high`` see, and those that only some do."""
     kind = ((start <= high) & (end > low)).to(torch.int8) + ((start <= low) & (end > high)).to(torch.int8)
     edges = torch.cat([torch.zeros(1, dtype=torch.int64), (kind[1:] != kind[:-1]).nonzero()[:, 0] + 1])

@@ -212,6 +212,8 @@ def _save_layer(layer: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             layer.home.discard()  # one staged copy at a time
     facts = ("seen", "batch_size", "heads", "widths", "dtypes", "device") if layer.is_initialized else ()
     fields = {key: getattr(layer, key) for key in facts} | padded
+    if layer.skipped:
+        fields |= {"given": layer.given, "skipped": layer.skipped}
     return {"kind": "KVLayer", "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in fields.items()}}
 
 
@@ -259,7 +261,7 @@ def _check_fields(layer: Any, fields: dict[str, Any]) -> None:
     ours = isinstance(layer, KVLayer)
     for key, value in fields.items():
         if ours and key in COUNTS:
-            sound = type(value) is COUNTS[key] and (key == "device" or value >= 0)
+            sound = type(value) is COUNTS[key] and (not isinstance(value, int) or value >= 0)
         elif ours and key in PAIRS:
             sound = type(value) is tuple and len(value) == 2 and all(isinstance(side, PAIRS[key]) for side in value)
         else:

@@ -92,6 +92,8 @@ def parse_part(part: str) -> tuple[str, list[Any], dict[str, Any]]:
     options: dict[str, Any] = {}
     for item in filter(None, (piece.strip() for piece in (inside or "").split(","))):
         key, equals, value = item.partition("=")
+        if (equals and key.strip() in options) or (not equals and item in FLAGS and item in args):
+            raise ValueError(f"spec part {part!r} gives {key.strip()!r} twice: keep one")
         if equals:
             options[key.strip()] = _value(value.strip())
         else:
@@ -110,20 +112,27 @@ LOW_BITS = {**EIGHT_BITS, "sinks": 4, "residual": 128, "group": 32, "key_axis": 
 
 def storage(part: str | Storage, skip_layers: int | str | Sequence[int] = ()) -> Storage:
     """The storage that a part names; ``ValueError`` for an unknown name or option."""
+    skip = layer_numbers("skip_layers", skip_layers)
     if isinstance(part, Storage):
+        if skip:
+            raise ValueError(f"skip_layers is given twice, in the storage and as {skip_layers!r}: keep one")
         return part
     name, args, given = parse_part(part)
+    if skip and "skip_layers" in given:
+        raise ValueError(f"skip_layers is given twice, in {part!r} and as {skip_layers!r}: keep one")
     name = ALIASES.get(name, name)
     bits = _bits(name)
     low = any(b in (4, 2) for b in bits)
-    defaults: dict[str, Any] = LOW_BITS if low else {"skip_layers": ()} if name == "full" else dict(EIGHT_BITS)
+    defaults: dict[str, Any] = dict(LOW_BITS) if low else {"skip_layers": ()} if name == "full" else dict(EIGHT_BITS)
     if not bits and not isinstance(find_codec(name), PerToken):
         defaults.pop("rotate", None)
+    if bits and bits[0] == 8:  # keys of 8 bits have one scale per token
+        defaults.pop("key_axis", None)
     wrong = [*map(str, args), *(key for key in given if key not in defaults)]
     if wrong:
         raise ValueError(f"storage {name!r} has no option {', '.join(wrong)!r}: known are {', '.join(defaults)}")
     options = {**defaults, **given}
-    options["skip_layers"] = layer_numbers("skip_layers", given.get("skip_layers", skip_layers))
+    options["skip_layers"] = layer_numbers("skip_layers", given.get("skip_layers", skip))
     for key in ("sinks", "residual", "quantize_after"):
         value = options.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -150,7 +159,7 @@ def _bits(name: str) -> tuple[int, ...]:
 def _codec(name: str, bits: tuple[int, ...], side: int, options: dict[str, Any]) -> Codec:
     rotate = options.get("rotate", "off")
     if bits and bits[side] != 8:
-        axis = options["key_axis"] if side == 0 else "token"
+        axis = options.get("key_axis", "token") if side == 0 else "token"
         rotated = (ROTATED_CHANNELS if axis == "channel" else ROTATED)[rotate]
         return GroupedCodec(bits[side], options["group"], axis, rotated)
     codec = find_codec("int8" if bits else name)
@@ -172,6 +181,9 @@ def retention(part: str | Retention) -> Retention:
         raise ValueError(f"unknown retention {name!r}: known are {', '.join(all_options)}")
     known = all_options[name]
     flags = [arg for arg in args if arg in FLAGS and arg in known]
+    twice = [flag for flag in flags if flag in options]
+    if twice:
+        raise ValueError(f"spec part {part!r} gives {twice[0]!r} twice: keep one")
     args = [arg for arg in args if arg not in flags]
     options |= dict.fromkeys(flags, True)
     by_place = [key for key in known if key not in FLAGS]

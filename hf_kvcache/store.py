@@ -115,6 +115,7 @@ class Slab:
         self.appended = 0  # tokens ever written
         self.capacity = 0
         self.grown = False
+        self.overwrote = False  # since this was last set to False, rows that were in use
 
     def __len__(self) -> int:
         return self.appended if self.limit is None else min(self.appended, self.limit)
@@ -162,6 +163,7 @@ class Slab:
         if self.frozen:
             self.clear()
             return self.append(rest)
+        self.overwrote = True
         self.appended -= count
         self._write(0, map_state(rest, torch.clone))
 
@@ -183,6 +185,7 @@ class Slab:
         slots = start[:, None] + offset
         if self.limit is not None:
             wanted &= offset >= count[:, None] - self.limit  # anything before is overwritten within this very run
+            self.overwrote |= bool((slots[wanted] >= self.limit).any())
             slots %= self.limit
         if not bool(wanted.any()):
             return
@@ -202,6 +205,7 @@ class Slab:
         if self.limit is None or self.appended < self.limit:
             self._reserve(slot + 1, self.state)
         else:
+            self.overwrote = True
             slot = self.pinned + (self.appended - self.pinned) % (self.limit - self.pinned)
         self.appended += 1
         return slot
@@ -210,6 +214,7 @@ class Slab:
         ring = limit - self.pinned
         self._own_rows()
         self._reserve(min(self.appended + n, limit), state)
+        self.overwrote |= self.appended + n > limit
         straight = min(n, max(limit - self.appended, 0))
         self._write(self.appended, narrow(state, 0, straight))
         token = max(straight, n - ring)  # anything before is overwritten within this very run
