@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import compat, snapshot
+from . import compat, families, snapshot
 from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import MASKABLE, KVLayer, WindowLayer, position_ids
@@ -76,6 +76,7 @@ class KVCache(compat.Cache):
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
         self._refuse_position_bias()
+        families.refuse((config, self.config), self.spec, self._needs())
         self._offloader = Offloader(self.placement) if isinstance(self.placement, Offload) else None
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
@@ -85,12 +86,20 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
+        self._crosses = compat.has_cross_attention(self.config)
         self._last_positions = [0]  # of each row, or the smallest of all
+
+    def _needs(self) -> set[str]:
+        """What this cache asks of a model, of ``families.NEEDS``: nothing where slots are all tokens, in order."""
+        tail = {"tail"} if self.storage.has_tail else set()
+        if not self.retention.evicts:
+            return tail
+        return tail | {"importance" if isinstance(self.retention, Importance) else "sink"}
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these."""
         bias = compat.position_bias(self.config)
-        if bias and (self.retention.evicts or self.storage.has_tail):
+        if bias and self._needs():
             raise ValueError(
                 f"{self.spec!r} is not supported for {type(self.config).__name__}, which biases scores by key position "
                 f"({bias}): use retention 'all' with storage 'full', 'int8' or 'fp8'"
@@ -183,7 +192,7 @@ class KVCache(compat.Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Store new keys and values of one layer; see ``KVLayer.update``."""
-        if self.config.is_encoder_decoder:
+        if self._crosses:
             self._check_encoder_decoder(layer_idx)
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")
@@ -386,6 +395,9 @@ class KVCache(compat.Cache):
             raise ValueError(f"{len(states)} pairs of states for a model of {len(cache)} layers")
         for index, (keys, values) in enumerate(states):
             cache.update(keys, values, index)
+            layer = cache.layers[index]
+            if isinstance(layer, EvictionLayer):
+                layer._catch_up()  # no attention will follow
         return cache
 
     def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:

@@ -111,6 +111,7 @@ class EvictionLayer(KVLayer):
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
+        self.touched = False  # whether the model took what is pending apart, so that no attention of ours will follow
         self.read: tuple[Any, Any, Any, float] | None = None  # what the first layer that read what is pending saw
 
     # -- transformers: growing ---------------------------------------------------------------------------------------
@@ -167,10 +168,15 @@ class EvictionLayer(KVLayer):
             self.refuse_touch()
         self.settle(*(self.read or (None, None, None)))
 
+    def catch_up(self) -> None:
+        """Let go of what the last forward's tokens replace, where the model took them apart (latents of MLA)."""
+        if self.touched and self.read is None:
+            self._catch_up()
+
     def _take(self, keys: torch.Tensor, values: torch.Tensor) -> History:
         encoded = self.tail if self.two else self.sealed  # runs of the right codecs
         part = encoded.encode(keys, values)
-        self.pending = Chunk(part, keys, values, self.seen)
+        self.pending, self.touched = Chunk(part, keys, values, self.seen), False
         self.seen += keys.shape[2]
         held = [slots.part() for slots in self._containers()]
         new = keys.shape[2]
@@ -186,6 +192,7 @@ class EvictionLayer(KVLayer):
             raise ValueError(f"layer {self.index}: {needs}, and {kept}: {KEYS_ONLY}")
         if self.retention.adaptive:
             raise ValueError(f"layer {self.index}: heads of adaptive budgets differ, and {kept}: leave out adaptive")
+        self.touched = True
 
     # -- attention asks ----------------------------------------------------------------------------------------------
 
@@ -272,7 +279,7 @@ class EvictionLayer(KVLayer):
             attention_mask: as transformers made it; its last columns say which new tokens are pads.
             scaling: of the scores.
         """
-        chunk, self.pending, self.read = self.pending, None, None
+        chunk, self.pending, self.read, self.touched = self.pending, None, None, False
         assert chunk is not None
         if not chunk.keys.shape[2]:
             return
@@ -303,6 +310,7 @@ class EvictionLayer(KVLayer):
         place(chunk.part, position[..., None], scores)
 
     def _containers(self) -> list[Any]:
+        self.catch_up()
         return [slots for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
 
     def _number(self, chunk: Chunk, attention_mask: torch.Tensor | None) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
-KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__".split())
+KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__ repeat clone detach unflatten swapaxes movedim".split())
 # What a model does to keys that are not keys yet (latents): the mask cannot follow.
 BREAKS_KEYS = set("linear split split_with_sizes chunk tensor_split cat concat stack einsum".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
@@ -217,7 +217,9 @@ class MaskedStates(torch.Tensor):
     def _score(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Scaling, capping and adding a mask keep scores what they are; anything else sees hidden ones as -inf."""
         if func.__name__ not in KEEPS_SCORES:
-            hidden = _plain(self).masked_fill(~self.visible.rows(), float("-inf"))
+            seen = self.visible.rows()
+            seen = seen[0] if self.dim() == 3 and len(seen) == 1 else seen  # rows and heads in one axis (FSMT)
+            hidden = _plain(self).masked_fill(~seen, float("-inf"))
             return func(*_map(lambda a: hidden if a is self else a, args), **kwargs)
         others = [a if a is self else self._operand(a) for a in args]
         visible = self.visible.looking(next(filter(self._is_mask, args), None))
