@@ -7,6 +7,7 @@ model.generate(**inputs, past_key_values=cache)
 
 from .attention import register
 from .caches import CacheStats, EvictionCache, KVCache, OffloadedCache, QuantizedCache, SinkWindowCache
+from .families import trust
 from .planner import plan
 from .prefix import PrefixStore, StoreStats, content_hash, generate_with_prefix, rewind
 
@@ -24,5 +25,6 @@ __all__ = [
     "plan",
     "register",
     "rewind",
+    "trust",
 ]
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import compat, identity, snapshot
+from . import compat, families, identity, snapshot
 from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import KVLayer, WindowLayer, as_rows, position_ids, refuse_positive
@@ -81,6 +81,7 @@ class KVCache(compat.Cache):
         self.retention = specs.retention(retention)
         self.placement = specs.placement(placement)
         self._refuse_position_bias()
+        families.refuse((config, self.config), self.spec, self._needs())
         self._offloader = Offloader(self.placement) if isinstance(self.placement, Offload) else None
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
@@ -94,11 +95,19 @@ class KVCache(compat.Cache):
     def _start(self) -> None:
         """What a forward has to be checked against, before there was one."""
         self._last_updated: int | None = None
+        self._crosses = compat.has_cross_attention(self.config)
         self._last_positions = [0]  # of each row, or the smallest of all
         self._rotated = Rotated()
         self._made: int | None = None  # ``identity.mark`` of the model when the first token came
         self._with_grad: dict[int, int] = {}  # by layer, the first token that came with a gradient
         self._progress.begin(0)
+
+    def _needs(self) -> set[str]:
+        """What this cache asks of a model, of ``families.NEEDS``: nothing where slots are all tokens, in order."""
+        tail = {"tail"} if self.storage.has_tail else set()
+        if not self.retention.evicts:
+            return tail
+        return tail | {"importance" if isinstance(self.retention, Importance) else "sink"}
 
     def _refuse_position_bias(self) -> None:
         """Scores that are biased by a key's column need columns to be tokens, which they are not with these. Windows
@@ -212,7 +221,7 @@ class KVCache(compat.Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Store new keys and values of one layer; see ``KVLayer.update``."""
-        if self.config.is_encoder_decoder:
+        if self._crosses:
             self._check_encoder_decoder(layer_idx)
         if layer_idx >= len(self.layers):
             raise ValueError(f"layer {layer_idx} does not exist: the cache was made for {len(self.layers)} layers")

@@ -51,6 +51,7 @@ __all__ = [
     "decoder_config",
     "drops_caches_at",
     "flash_with_lse",
+    "has_cross_attention",
     "inside_generate",
     "is_causal_mask",
     "is_composite",
@@ -75,7 +76,16 @@ def decoder_config(config: Any) -> Any:
     """The part of a model's config that its decoder reads, never a copy: a copy would not hear of
     ``set_attn_implementation``. Of older encoder-decoder models, whose config is flat, it is the whole."""
     found = config.get_text_config(decoder=True)
-    return config if found.is_encoder_decoder else found
+    flat = found.is_encoder_decoder and type(found) is type(config)
+    return config if flat else found
+
+
+def has_cross_attention(config: Any) -> bool:
+    """Whether this decoder hands keys of something else to its cache, too, under the numbers of its own layers."""
+    crosses = config.is_encoder_decoder or (
+        getattr(config, "add_cross_attention", False) and getattr(config, "is_decoder", False)
+    )
+    return bool(crosses or config.model_type == "blip_text_model")
 
 
 def _modeling(config: Any) -> Any:
@@ -142,6 +152,10 @@ def stock_layers(config: Any) -> list[Any]:
     Raises:
         ValueError: a layer type that transformers has no cache for.
     """
+    if not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"{type(config).__name__} has no layers that a cache could be made for: give the decoder's own"
+        )
     try:
         return list(DynamicCache(config=config).layers)
     except KeyError as error:

@@ -115,6 +115,7 @@ class EvictionLayer(KVLayer):
         self.fed = Fed(0)  # which tokens were no pads, from then on
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
+        self.touched = False  # whether the model took what is pending apart, so that no attention of ours will follow
         self.read: tuple[Any, Any, Any, float] | None = None  # what the first layer that read what is pending saw
 
     # -- transformers: growing ---------------------------------------------------------------------------------------
@@ -171,10 +172,15 @@ class EvictionLayer(KVLayer):
             self.refuse_touch()
         self.settle(*(self.read or (None, None, None)))
 
+    def catch_up(self) -> None:
+        """Let go of what the last forward's tokens replace, where the model took them apart (latents of MLA)."""
+        if self.touched and self.read is None:
+            self._catch_up()
+
     def _take(self, keys: torch.Tensor, values: torch.Tensor) -> History:
         encoded = self.tail if self.two else self.sealed  # runs of the right codecs
         part = encoded.encode(keys, values)
-        self.pending = Chunk(part, keys, values, self.seen)
+        self.pending, self.touched = Chunk(part, keys, values, self.seen), False
         self.seen += keys.shape[2]
         held, new = [slots.part() for slots in self._containers()], keys.shape[2]
         fed = self.seen - new
@@ -211,6 +217,7 @@ class EvictionLayer(KVLayer):
             raise ValueError(f"layer {self.index}: {needs}, and {kept}: {KEYS_ONLY}")
         if self.retention.adaptive:
             raise ValueError(f"layer {self.index}: heads of adaptive budgets differ, and {kept}: leave out adaptive")
+        self.touched = True
 
     def mark(self) -> Any:
         """Where the layer is, for ``recall``."""
@@ -347,7 +354,7 @@ class EvictionLayer(KVLayer):
         chunk = self.pending
         assert chunk is not None
         real = self._real(facts)
-        self.pending, self.read = None, None
+        self.pending, self.read, self.touched = None, None, False
         if not chunk.keys.shape[2]:
             return
         self.torn = True  # until all of it has its place
@@ -389,6 +396,7 @@ class EvictionLayer(KVLayer):
         place(chunk.part, position[..., None], scores)
 
     def _containers(self) -> list[Any]:
+        self.catch_up()
         return [slots for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
 
     def _number(self, chunk: Chunk, real: torch.Tensor | None) -> torch.Tensor:

@@ -30,7 +30,7 @@ from .plan import Mask, Visible, look
 
 MASKABLE = ("sdpa", "eager")  # stock attention functions that read their keys through torch ops
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
-KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__".split())
+KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__ repeat clone detach unflatten swapaxes movedim".split())
 # What a model does to keys that are not keys yet (latents): the mask cannot follow.
 BREAKS_KEYS = set("linear split split_with_sizes chunk tensor_split cat concat stack einsum".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
@@ -190,7 +190,11 @@ class MaskedStates(torch.Tensor):
             if not view.needed:
                 view.look(mask)
             return func(*(_plain(bias if a is mask else a) for a in args), **kwargs)
-        hidden = _plain(self).masked_fill(~view.visible.rows(), float("-inf")) if view.needed else _plain(self)
+        hidden = _plain(self)
+        if view.needed:
+            seen = view.visible.rows()
+            seen = seen[0] if self.dim() == 3 and len(seen) == 1 else seen  # rows and heads in one axis (FSMT)
+            hidden = hidden.masked_fill(~seen, float("-inf"))
         return func(*_map(lambda a: hidden if a is self else a, args), **kwargs)
 
     def _is_mask(self, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which cache works with which model? Runs the checks of ``tests/families.py`` and writes ``docs/support.md``.
+"""Which cache works with which model? Runs the checks of ``tests/families.py`` and writes ``docs/support_caches.md``.
 
 python scripts/support_table.py                     every cell (minutes); exits non-zero where one is wrong
 python scripts/support_table.py --families llama    print these only
@@ -18,15 +18,16 @@ from typing import Any
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "support.md"
+PAGE = ROOT / "docs" / "support_caches.md"
 sys.path.insert(0, str(ROOT / "tests"))
 families = importlib.import_module("families")  # the tests' own checks
 
 SHORT = {"equal": "=", "within codec error": "≈"}
 LONG = {short: kind for kind, short in SHORT.items()}
-HEAD = """# Which cache works with which model
+HEAD = """# All caches, with 35 families
 
 Written by `python scripts/support_table.py` from the checks that the tests run (`tests/families.py`); do not edit.
+[support.md](support.md) has every family of transformers, with six caches.
 
 - `=`: **equal** to an oracle: the same model under stock attention with a cache of plain tensors that drops tokens by
   the rules of the spec, written a second time.

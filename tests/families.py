@@ -1,4 +1,4 @@
-"""Model families at tiny size with random weights, and what a cell of ``docs/support.md`` means.
+"""Model families at tiny size with random weights, and what a cell of ``docs/support_caches.md`` means.
 
 ``check(family, cache, attention)`` feeds the same tokens through a cache of the library and through a slow oracle: the
 same model with stock attention and a cache of plain tensors that rounds and drops tokens by the rules of the spec,

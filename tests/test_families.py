@@ -1,4 +1,4 @@
-"""Model families at tiny size: a sample of the cells of ``docs/support.md``, and what no cell shows."""
+"""Model families at tiny size: a sample of the cells of ``docs/support_caches.md``, and what no cell shows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import families
 import pytest
 import torch
 import transformers
+import zoo
 from families import ATTENTIONS, CACHES, EVERY, case, sample
-from transformers import DynamicCache
+from models import feed, llama, llama_config, prompt, states
+from transformers import DynamicCache, LlamaConfig
 
+import hf_kvcache
 from hf_kvcache import KVCache
+from hf_kvcache import families as known
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +28,8 @@ def load_script(name):
     return module
 
 
-table, suite = load_script("support_table"), load_script("stock_suite")
+table, suite, sweep = map(load_script, ("support_table", "stock_suite", "family_sweep"))
+EVERY_FAMILY = sweep.PAGE.read_text()
 PAGE_TEXT = table.PAGE.read_text()
 PAGE = table.read(PAGE_TEXT)
 
@@ -138,3 +143,160 @@ def test_the_stock_suite_sees_a_difference(monkeypatch):
     assert "other tokens" in suite.compare("llama", "beams")
     monkeypatch.setattr(KVCache, "reset", lambda self: None)
     assert len(suite.compare("llama", "reset")) > 1
+
+
+# -- every family ------------------------------------------------------------------------------------------------------
+
+NEED_MASKS = ("int8(residual=3)", "int4", "sink(2,6)", "knorm(budget=8,sinks=2,recent=3)", "int8+sink(2,6)")
+NEED_NOTHING = ("full", "int8", "fp8", "int8(sinks=2)", "int8+cpu")
+WERE_WRONG = {  # and what was
+    "gpt_neo": ("int8", "int8(residual=3)", "sink(2,6)"),
+    "jetmoe": ("int8(residual=3)", "sink(2,6)"),
+    "diffllama": ("int8(residual=3)", "sink(2,6)", "knorm(budget=8,sinks=2,recent=3)"),
+    "bigbird_pegasus:decoder": ("full", "sink(2,6)"),
+    "blip": ("full", "sink(2,6)"),
+    "canary": ("knorm(budget=8,sinks=2,recent=3)",),
+    "mllama": ("full", "sink(2,6)"),
+    "deepseek_v3": ("knorm(budget=8,sinks=2,recent=3)",),
+}
+
+
+def of_this_version():
+    return f"With transformers {transformers.__version__}." in EVERY_FAMILY
+
+
+def test_the_page_covers_every_family_of_this_transformers():
+    if not of_this_version():
+        pytest.skip("the page was made with another transformers")
+    cells, others = sweep.read(EVERY_FAMILY), sweep.not_tried(EVERY_FAMILY)
+    assert {name for name, _, _ in cells} | set(others) == set(zoo.names()) and len(others) < 20
+    assert {kind for kind, _ in cells.values()} == {"equal", "within codec error", "refused"}
+    assert len(cells) == len({name for name, _, _ in cells}) * len(zoo.SPECS) * len(ATTENTIONS)
+    assert {name for name, _, _ in cells if ":" not in name} <= known.tested()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name, spec", [(name, spec) for name, specs in WERE_WRONG.items() for spec in specs])
+def test_a_cell_of_the_page_over_all_families_is_what_it_says(name, spec, attention):
+    if name not in zoo.names():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    spec = next(long for long in zoo.SPECS if long.startswith(spec))
+    verdict = zoo.check(name, spec, attention)
+    kind, message = sweep.read(EVERY_FAMILY)[name, spec, attention]
+    assert verdict.kind == kind
+    assert verdict.message == message or not of_this_version()
+
+
+def test_the_sweep_sees_a_wrong_mask_a_wrong_token_and_a_raw_error(monkeypatch):
+    monkeypatch.setattr(known, "OWN_WAYS", {})
+    zoo.check.cache_clear()
+    assert zoo.check("gpt_neo", "sink(2,6)", "stock").kind == "wrong"
+    assert zoo.check("diffllama", "int8(residual=3)", "stock").kind == "raw error"
+    assert zoo.check("diffllama", zoo.SPECS[-1], "stock").kind == "wrong"
+    zoo.check.cache_clear()
+
+
+def test_the_page_is_read_as_it_was_written():
+    verdicts = [["equal", ""], ["within codec error", "a remark"], ["refused", "no"], ["equal", ""], ["equal", ""]]
+    cells = {
+        f"{a} {spec}": verdict
+        for a in ATTENTIONS
+        for spec, verdict in zip(zoo.SPECS, [*verdicts, ["refused", a]], strict=True)
+    }
+    found = {
+        "one": {"unbuilt": "", "cells": cells},
+        "two": {"unbuilt": "", "cells": {cell: ["equal", ""] for cell in cells}},
+        "three": {"unbuilt": "why", "cells": {}},
+    }
+    page = sweep.render(found)
+    read = sweep.read(page)
+    expected = {(n, s, a): found[n]["cells"][f"{a} {s}"] for n in ("one", "two") for s in zoo.SPECS for a in ATTENTIONS}
+    assert read == {cell: tuple(verdict) for cell, verdict in expected.items()} and "| two | both |" in page
+    assert sweep.not_tried(page) == {"three": "why"}
+
+
+class StrangeConfig(LlamaConfig):
+    model_type = "strange"
+
+
+def strange():
+    return StrangeConfig(**llama_config().to_diff_dict() | {"model_type": "strange"})
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    monkeypatch.setattr(known, "_trusted", set())
+
+
+@pytest.mark.parametrize("spec", NEED_NOTHING)
+def test_a_family_that_nobody_tried_has_caches_that_need_no_mask(spec, trusted):
+    assert KVCache.from_spec(strange(), spec).spec
+
+
+@pytest.mark.parametrize("spec", NEED_MASKS)
+def test_a_family_that_nobody_tried_is_refused_the_others_until_it_is_trusted(spec, trusted):
+    with pytest.raises(ValueError, match=r"never tried with model_type 'strange'.*trust\('strange'\)"):
+        KVCache.from_spec(strange(), spec)
+    hf_kvcache.trust("strange")
+    assert KVCache.from_spec(strange(), spec).spec
+
+
+@pytest.mark.parametrize("names, words", [(("",), "model_type"), ((None,), "model_type"), (("gpt_neo",), "slots")])
+def test_trust_takes_names_of_families_that_may_be_right(names, words, trusted):
+    with pytest.raises(ValueError, match=words):
+        hf_kvcache.trust("other", *names)
+    assert not known._trusted
+
+
+@pytest.mark.parametrize("spec", NEED_MASKS)
+def test_mllama_is_refused_by_name_what_its_image_layers_cannot_have(spec):
+    for config in (transformers.MllamaConfig(), transformers.MllamaConfig().text_config):
+        with pytest.raises(ValueError, match="Mllama.*keys of its images"):
+            KVCache.from_spec(config, spec)
+        assert KVCache.from_spec(config, "int8").spec == "int8"
+
+
+def test_cross_attention_does_not_land_in_a_bare_cache():
+    this = zoo.family("blip")
+    with pytest.raises(ValueError, match="EncoderDecoderCache"), torch.no_grad():
+        this.model(**zoo.INPUTS["blip"](this, 0, 5), input_ids=this.ids[:, :5], past_key_values=KVCache(this.config))
+
+
+@pytest.mark.parametrize("spec", ["knorm(budget=10,sinks=2,recent=4)", "keydiff(budget=10,sinks=2,recent=4)"])
+@pytest.mark.parametrize("sizes", [(20,), (7, 7, 6), (1,) * 20])
+def test_latents_are_kept_under_our_attention_as_under_stock(spec, sizes):
+    """The model takes apart what it is handed: no attention of ours follows, and whoever asks must be up to date."""
+    this, ids, found = case("deepseek_v3"), prompt(20, 2, 90), []
+    for attention in ATTENTIONS:
+        with this.attention(attention), torch.no_grad():
+            cache = KVCache.from_spec(this.model.config, spec)
+            logits = [this.model(piece, past_key_values=cache).logits for piece in ids.split(sizes, 1)]
+        stats = cache.stats()
+        assert (stats.tokens_seen, stats.tokens_kept, stats.tokens_evicted) == (20, 10, 10)
+        assert (cache.can_rollback(9), cache.exact_rollback()) == (False, 0)
+        with pytest.raises(ValueError, match="has evicted 10 tokens"):
+            cache.rollback(9)
+        assert all(layer.positions.shape[-1] == 10 for layer in cache.layers)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(found[1], found[0], atol=2e-4, rtol=1e-4)
+
+
+def test_latents_are_rolled_back_under_our_attention_while_nothing_is_evicted():
+    this, ids = case("deepseek_v3"), prompt(12, 2, 90)
+    with this.attention("kvcache"):
+        cache, other = (KVCache.from_spec(this.model.config, "knorm(budget=10,sinks=2,recent=4)") for _ in range(2))
+        feed(this.model, ids[:, :9], cache)
+        assert cache.can_rollback(3)
+        cache.rollback(3)
+        logits = feed(this.model, ids[:, 6:], cache)
+        torch.testing.assert_close(logits, feed(this.model, ids, other, 6)[:, 6:], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "random"])
+def test_given_states_are_evicted_when_they_come(name):
+    hf_kvcache.register()
+    model = llama("kvcache")
+    cache = KVCache.from_states(model.config, [states(20)] * 2, f"{name}(budget=8,sinks=2,recent=3)")
+    assert cache.stats().tokens_kept == 8 and not cache.can_rollback(5)
+    with pytest.raises(ValueError, match="has evicted 12 tokens"):
+        cache.rollback(5)

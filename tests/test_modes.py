@@ -347,7 +347,7 @@ def return_dict(case: Case) -> None:
 
 
 # What a padded batch comes to: each row what it is alone, or a refusal (of policies that need what sdpa has not). Nothing
-# is evicted here: pads are refused when the first token would have to go, tests/test_eviction.py and test_layers.py.
+# is evicted here: pads are refused when the first token would have to go (tests/test_eviction.py).
 PADDED = {
     "all": {"sdpa": "alone", "kvcache": "alone"},
     "sink": {"sdpa": "alone", "kvcache": "alone"},
