@@ -38,7 +38,7 @@ class Progress:
 
     def begin(self, before: int) -> None:
         """No layer is reached; ``before``: tokens that all of them have seen."""
-        self.last = (getattr(self, "reached", set()), getattr(self, "before", 0))
+        self.last: tuple[set[tuple[int, str]], int] = (getattr(self, "reached", set()), getattr(self, "before", 0))
         self.reached: set[tuple[int, str]] = set()
         self.before = before
 
