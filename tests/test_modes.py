@@ -346,8 +346,8 @@ def return_dict(case: Case) -> None:
     torch.testing.assert_close(torch.stack(out.logits, 1), logits, atol=5e-2 if not case.exact else 2e-4, rtol=0)
 
 
-# What a padded batch comes to: each row what it is alone, or a refusal (of policies that need what sdpa has not). Nothing
-# is evicted here: pads are refused when the first token would have to go (tests/test_eviction.py).
+# What a padded batch comes to: each row what it is alone, or a refusal (of policies that need what sdpa has not). None
+# are evicted here: pads are refused when the first token would have to go (tests/test_eviction.py).
 PADDED = {
     "all": {"sdpa": "alone", "kvcache": "alone"},
     "sink": {"sdpa": "alone", "kvcache": "alone"},
