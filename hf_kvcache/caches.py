@@ -742,7 +742,10 @@ class KVCache(compat.Cache):
         """
         read = snapshot.read(path)
         snapshot.check(read, config)
-        cache = KVCache.from_spec(identity.config_of(config), read.metadata["spec"] if spec is None else spec)
+        try:
+            cache = KVCache.from_spec(identity.config_of(config), read.metadata["spec"] if spec is None else spec)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}" if spec is None else str(error)) from None
         snapshot.check_spec(read, cache.spec)
         snapshot.restore(cache, read, device)
         return cache

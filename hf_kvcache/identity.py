@@ -27,6 +27,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import secrets
 import weakref
 from collections.abc import Iterator
@@ -155,10 +156,12 @@ def _plain(name: str, t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _sample(t: torch.Tensor) -> torch.Tensor:
-    """About ``SAMPLES`` values, evenly spread; an odd step, so that they lie in many columns."""
+    """About ``SAMPLES`` values, evenly spread over rows and columns."""
     t = torch.view_as_real(t) if t.is_complex() else t
     t = t.view(torch.uint8) if t.element_size() == 1 else t  # not every operation takes 8-bit floats
-    step = t.numel() // SAMPLES | 1
+    step = max(t.numel() // SAMPLES, 1)
+    while t.dim() and math.gcd(step, t.shape[-1]) != 1:  # else they would lie in few columns
+        step += 1
     if t.is_contiguous():
         return t.view(-1)[::step]
     return t[torch.unravel_index(torch.arange(0, t.numel(), step, device=t.device), t.shape)]

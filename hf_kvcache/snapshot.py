@@ -100,7 +100,9 @@ def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
     """Fill a new cache of the snapshot's spec; see ``KVCache.load``."""
     path, metadata = snapshot.path, snapshot.metadata
     layers = fact(snapshot, "layers", json.loads, lambda found: all(isinstance(item, dict) for item in found))
-    positions = fact(snapshot, "last_position", lambda text: [int(last) for last in text.split(",")], lambda _: True)
+    positions = fact(
+        snapshot, "last_position", lambda text: [*map(int, text.split(","))], lambda found: min(found) >= 0
+    )
     seen = fact(snapshot, "tokens_seen", int, lambda count: count >= 0)
     if len(layers) != len(cache.layers):
         raise ValueError(f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}")
@@ -140,11 +142,11 @@ def fact(snapshot: Snapshot, name: str, parse: Callable[[str], Any], fits: Calla
 def rotated(snapshot: Snapshot) -> Rotated:
     """What the metadata says of the rotation of the tokens."""
 
-    def fits(value: Rotated) -> bool:
-        return type(value.length) is int and value.length >= 0 and type(value.regime) in (int, type(None))
+    def fits(found: Any) -> bool:
+        regime, length = found if type(found) is list else (None, None)
+        return type(length) is int and length >= 0 and (regime is None or type(regime) is int)
 
-    found: Rotated = fact(snapshot, "rotated", lambda text: Rotated(*json.loads(text)), fits)
-    return found
+    return Rotated(*fact(snapshot, "rotated", json.loads, fits))
 
 
 def check(snapshot: Snapshot, source: Any) -> None:
@@ -175,8 +177,8 @@ def check(snapshot: Snapshot, source: Any) -> None:
 def check_spec(snapshot: Snapshot, spec: str) -> None:
     """Refuse a file of another storage or retention than the spec asked for; bytes may be placed anywhere."""
     content = {"storage": "full", "retention": "all"}
-    mine, saved = (content | specs.split(s) | {"placement": ""} for s in (spec, snapshot.metadata["spec"]))
-    if mine != saved:
+    mine = content | specs.split(spec) | {"placement": ""}
+    if mine != fact(snapshot, "spec", lambda saved: content | specs.split(saved) | {"placement": ""}, lambda _: True):
         raise ValueError(
             f"{snapshot.path} holds a cache of spec {snapshot.metadata['spec']!r}, not {spec!r}: ask for that "
             "one (it may have another placement)"
@@ -251,8 +253,8 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
             _load_slab(slab, like, f"{name}.{part}.{side}", tokens[part] // codec.group, tensors, layer.device)
 
 
-COUNTS = {"seen": int, "batch_size": int, "heads": int, "device": torch.device}
-PAIRS = {"widths": int, "dtypes": torch.dtype}
+COUNTS: dict[str, Any] = {"seen": int, "batch_size": int, "heads": int, "device": torch.device}
+PAIRS: dict[str, Any] = {"widths": int, "dtypes": torch.dtype}
 SCALARS = (torch.dtype, torch.device, int)
 
 
@@ -490,16 +492,21 @@ def _parse(path: Path, header: bytes) -> tuple[dict[str, str], dict[str, Any], d
 def _check_places(path: Path, entries: Mapping[str, Any], length: int) -> None:
     """The tensors have to cover the data without holes and without overlap."""
     at = 0
-    try:
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if any(type(side) is not int or side < 0 for side in (*shape, start, end)):
-                raise ValueError(f"{path} is damaged at {name}: a size is no number of bytes")
-            if start != at or end - start != math.prod(shape) * dtype.itemsize or end > length:
-                raise ValueError(f"{path} is cut off or damaged at {name}")
-            at = end
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not a snapshot as this library writes them: a tensor has no place") from None
+    places = []
+    for name, entry in entries.items():
+        try:
+            start, end = entry["data_offsets"]
+            size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+            sound = all(type(side) is int and side >= 0 for side in (*entry["shape"], start, end))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise ValueError(f"{path} is not a snapshot as this library writes them: {name} has no place in it")
+        places.append((start, end, size, name))
+    for start, end, size, name in sorted(places):
+        if start != at or end - start != size or end > length:
+            raise ValueError(f"{path} is cut off or damaged at {name}")
+        at = end
     if at != length:
         raise ValueError(f"{path} has {length - at} bytes more than its header says")
 

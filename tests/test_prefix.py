@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import random
+import stat
 import subprocess
 import sys
 import threading
@@ -140,6 +141,11 @@ def test_windows_and_recurrent_states_serve_their_full_length(config):
     assert torch.equal(greedy(model, more, store.match(more)[0], 5), expected)
 
 
+def test_an_empty_store_is_a_store():
+    store = PrefixStore(PLENTY)
+    assert len(store) == 0 and bool(store)
+
+
 def test_forms_of_token_ids():
     model, ids = llama(), prompt(20)
     store = PrefixStore(PLENTY)
@@ -162,6 +168,11 @@ def test_put_refuses_what_does_not_belong_together():
         (lambda: store.put(ids, None), "NoneType cannot be reused"),
         (lambda: store.put(ids, fed(model, ids), namespace=3), "namespace=3 is not a string"),
         (lambda: PrefixStore(0), "max_bytes=0"),
+        (lambda: PrefixStore(PLENTY, disk_bytes=5), "disk_bytes=5 limits a folder, and there is none: pass directory="),
+        *(
+            (lambda wrong=wrong: PrefixStore(PLENTY, "unused", disk_bytes=wrong), f"disk_bytes={wrong} is not a number")
+            for wrong in (-5, 0, True, 1.5)
+        ),
         (lambda: PrefixStore(PLENTY).flush(), "no directory"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -450,6 +461,20 @@ def test_a_full_disk_loses_the_entry_and_says_so(tmp_path, monkeypatch):
     assert store.stats().errors == 1 and store.nbytes == 0
     monkeypatch.undo()
     assert store.put(ids, fed(model, ids)) and store.match(ids)[1] == 39
+
+
+def test_a_folder_that_cannot_be_flushed_costs_nothing(tmp_path, monkeypatch):
+    model, ids, flushed = llama(), prompt(40), os.fsync
+    store = PrefixStore(1, tmp_path / "store")
+
+    def only_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flushed(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    assert store.put(ids, fed(model, ids)) and store.match(ids)[1] == 39
+    assert store.stats().errors == 0
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path):

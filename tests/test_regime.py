@@ -95,20 +95,16 @@ def test_match_by_hand(make, stored, asked):
             assert torch.allclose(mine[0], layer.keys[:, :, :matched], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make, expected", [(phi3, (24, 0)), (longrope, (24, 0)), (dynamic, (23, 0)), (plain, (29, 39))]
-)
-def test_a_cache_that_passed_the_switch_serves_its_first_part(make, expected):
-    """Fed 10 by 10, the first 24 tokens as in a short prompt, the others as in a long one: it has no long beginning."""
+@pytest.mark.parametrize("make, first", [(phi3, 24), (longrope, 24), (dynamic, 23), (plain, 40)])
+def test_a_cache_that_passed_the_switch_serves_its_first_part(make, first):
+    """Fed in pieces, ``first`` tokens as in a short prompt, the others as in a long one: it has no long beginning."""
     model, ids = make(), prompt(64)
     cache, store = KVCache(model.config), PrefixStore(1 << 30)
     for start, end in ((0, 10), (10, 20), (20, 23), (23, 24), (24, 30), (30, 40)):
         feed(model, ids[:, start:end], cache)
     store.put(ids[:, :40], cache)
-    short = 25 if make is phi3 or make is longrope else 24 if make is dynamic else 30
-    short = min(short, SWITCH - (make is dynamic)) if make is not plain else short
-    assert store.match(ids[:, :short])[1] == min(short - 1, expected[0])
-    assert store.match(ids[:, :44])[1] == (expected[1] + 1 if expected[1] else 0)
+    assert store.match(ids[:, :first])[1] == first - 1 and store.match(ids[:, :first], leave=0)[1] == first
+    assert store.match(ids[:, :44])[1] == (40 if make is plain else 0)
 
 
 @pytest.mark.parametrize("make", [phi3, longrope, dynamic, plain])

@@ -273,6 +273,191 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path):
         KVCache.load(tmp_path / "wrong", llama_config())
 
 
+WRONG = ["", "x", "-1", "1e9", "null", "[]", "{}", "[1]", '"x"', "true", "NaN", None, 3, [1], {"a": 1}]
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4(residual=8,group=8)+sink(2,12)", "knorm(budget=16,sinks=2,recent=4)"])
+def test_metadata_that_is_missing_or_wrong_is_refused(spec, tmp_path):
+    """Every key left out, and every value by every wrong one, under checksums that are right."""
+    model = llama()
+    filled(spec, n=20, batch=1).save(tmp_path / "cache", model=model)
+    good = snapshot.read(tmp_path / "cache")
+    keys = set(good.metadata) - {"checksums"}  # which are made anew
+    assert keys == {"format", "version", *snapshot.FACTS}
+    for key in sorted(keys):
+        for value in ("missing", *WRONG):
+            metadata = {**good.metadata, key: value}
+            if value == "missing":
+                del metadata[key]
+            snapshot.write(tmp_path / "wrong", good.tensors, metadata)
+            with pytest.raises(ValueError, match=r"^[^\n]*wrong[^\n]*$"):
+                KVCache.load(tmp_path / "wrong", model)
+    snapshot.write(tmp_path / "wrong", good.tensors, {**good.metadata, "note": "more is allowed"})
+    assert KVCache.load(tmp_path / "wrong", model).get_seq_length() == 20
+
+
+def altered(value):
+    """Every part of a JSON value left out, or replaced."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        for wrong in ("x", None, -1, 1.5, [], {}):
+            if wrong != item:
+                copied = copy.deepcopy(value)
+                copied[key] = wrong
+                yield copied
+        rest = copy.deepcopy(value)
+        del rest[key]
+        yield rest
+        for inner in altered(item):
+            copied = copy.deepcopy(value)
+            copied[key] = inner
+            yield copied
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4(residual=8,group=8)", "sink(2,12)"])
+def test_layers_that_are_not_as_they_were_written_are_refused(spec, tmp_path):
+    model = llama()  # named, which costs less than to look for it each time
+    filled(spec, n=20).save(tmp_path / "cache", model=model)
+    good = snapshot.read(tmp_path / "cache")
+    layers, tried = json.loads(good.metadata["layers"]), 0
+    for wrong in altered(layers[:1]):
+        metadata = {**good.metadata, "layers": json.dumps(wrong + layers[1:])}
+        snapshot.write(tmp_path / "wrong", good.tensors, metadata)
+        with pytest.raises(ValueError, match=r"^[^\n]*wrong[^\n]*$"):
+            KVCache.load(tmp_path / "wrong", model)
+        tried += 1
+    assert tried > 90
+
+
+@pytest.mark.parametrize("config", [gemma3_config, qwen3_next_config])
+def test_stock_layers_that_are_not_as_they_were_written_are_refused(config, tmp_path):
+    """Fields of another type: also where these are the attributes of a layer of transformers."""
+    model = build(config())
+    cache = KVCache(model.config)
+    feed(model, prompt(20), cache)
+    cache.save(tmp_path / "cache")
+    good = snapshot.read(tmp_path / "cache")
+    for key in json.loads(good.metadata["layers"])[0]["fields"]:
+        for wrong in ("x", 1.5, {"list": ["x"]}, {"dict": [["x", 1]]}, {"dtype": "nn"}, {"tensor": "none"}):
+            layers = json.loads(good.metadata["layers"])
+            if layers[0]["fields"][key] == {"list": []} and "list" in wrong:
+                continue
+            layers[0]["fields"][key] = wrong
+            snapshot.write(tmp_path / "wrong", good.tensors, {**good.metadata, "layers": json.dumps(layers)})
+            with pytest.raises(ValueError, match=r"^[^\n]*wrong: layer 0[^\n]*$"):
+                KVCache.load(tmp_path / "wrong", model)
+
+
+PLACE = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+NO_PLACES = [
+    {}, None, 3, {"dtype": "F32"}, PLACE | {"dtype": "F9"}, PLACE | {"shape": 3}, PLACE | {"shape": [3.0]},
+    PLACE | {"shape": [-3]}, PLACE | {"shape": [4]}, PLACE | {"data_offsets": [0]}, PLACE | {"data_offsets": ["0", 12]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", NO_PLACES)
+def test_places_that_are_none_are_refused(entry, tmp_path):
+    """In the header of a file with right checksums."""
+    basics = {"format": snapshot.FORMAT, "version": snapshot.VERSION}
+    snapshot.write(tmp_path / "cache", {"a": torch.zeros(3)}, dict.fromkeys(snapshot.FACTS, "") | basics)
+    assert snapshot.read(tmp_path / "cache").tensors["a"].shape == (3,)
+    whole = (tmp_path / "cache").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    assert header["a"] == PLACE
+    header["a"] = entry
+    metadata = header.pop("__metadata__")
+    del metadata["checksum"]
+    text = json.dumps({"__metadata__": {**metadata, "checksum": snapshot._checksum(metadata, header)}, **header})
+    (tmp_path / "cache").write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[8 + size :])
+    with pytest.raises(ValueError, match=r"^[^\n]*cache is (damaged|not a snapshot|cut off)[^\n]*$"):
+        snapshot.read(tmp_path / "cache")
+
+
+# -- a file that changes under us --------------------------------------------------------------------------------------
+
+CHANGED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from hf_kvcache import KVCache
+from models import llama_config
+loaded = KVCache.load({path!r}, llama_config())
+before = [layer.keys.clone() for layer in loaded.layers]
+with open({path!r}, "r+b") as file:
+    size = os.fstat(file.fileno()).st_size
+    if {how!r} == "overwritten":
+        file.seek(0)
+        file.write(b"x" * size)
+    else:
+        file.truncate(0)
+assert all(torch.equal(a, layer.keys) for a, layer in zip(before, loaded.layers))
+assert all(torch.equal(a, layer.keys) for a, layer in zip(before, loaded.fork().layers))
+print("same")
+"""
+
+
+@pytest.mark.parametrize("how", ["overwritten", "truncated"])
+def test_a_loaded_cache_does_not_follow_its_file(how, tmp_path):
+    """In a process of its own, which a mapped file that is cut off would kill."""
+    saved(tmp_path / "cache", "full", n=3000)
+    code = CHANGED.format(tests=os.path.dirname(__file__), path=str(tmp_path / "cache"), how=how)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    saved(tmp_path / "cache", n=2000)
+    places = snapshot._check_places
+
+    def cut(path, *args):
+        places(path, *args)
+        os.truncate(path, 5000)
+
+    monkeypatch.setattr(snapshot, "_check_places", cut)
+    with pytest.raises(ValueError, match="cut off or damaged at .* became shorter while it was read"):
+        KVCache.load(tmp_path / "cache", llama_config())
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+    """The tokens of a large file, and nothing of its damaged rest."""
+    cache = filled("full", n=40, batch=1)
+    cache.save(tmp_path / "cache", torch.arange(40))
+    data = bytearray((tmp_path / "cache").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "cache").write_bytes(data)
+    found = snapshot.read(tmp_path / "cache", only=("token_ids",))
+    assert list(found.tensors) == ["token_ids"] and torch.equal(found.token_ids, torch.arange(40))
+    with pytest.raises(ValueError, match="is damaged"):
+        snapshot.read(tmp_path / "cache")
+
+
+def test_a_folder_that_cannot_be_flushed(tmp_path, monkeypatch):
+    """On other systems; the file is whole and in its place, so nothing has failed."""
+    opened = os.open
+
+    def no_folders(path, *args):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", no_folders)
+    saved(tmp_path / "first")
+    monkeypatch.undo()
+    flushed = os.fsync
+
+    def only_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flushed(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    saved(tmp_path / "second")
+    for name in ("first", "second"):
+        assert KVCache.load(tmp_path / name, llama_config()).get_seq_length() == 40
+
+
 def test_symbolic_links_are_refused(tmp_path):
     cache = saved(tmp_path / "cache")
     before = (tmp_path / "cache").read_bytes()
