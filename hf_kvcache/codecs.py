@@ -107,12 +107,13 @@ class PerToken:
         return other
 
     def encode(self, x: torch.Tensor) -> Scaled:
-        half = x.dtype == torch.float16
-        x, unit = turn_in(x, self.rotated)
-        scale = x.abs().amax(-1, keepdim=True) / self.limit * unit
+        given, (x, unit) = x, turn_in(x, self.rotated)
+        scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / self.limit * unit
         # A row of zeros, or one whose scale underflows float32, is stored as zeros; the scale stays a plain 1.
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
-        codes = self.to_codes(x / (scale / unit))
+        step = scale / unit
+        codes = self.to_codes(x / step if x is given else x.div_(step))  # a prompt is long: no copy more than needed
+        half = given.dtype == torch.float16
         return Scaled(codes, scale if half else bounded(scale, self.largest_scale(x.shape[-1])))
 
     def largest_scale(self, width: int) -> float:

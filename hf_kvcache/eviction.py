@@ -44,7 +44,6 @@ from .retention import Importance
 from .rope import Rope
 from .slots import Ragged, Slots, add_bytes, by_number, choose, slots_used, take_part
 from .spec import Storage
-from .store import concat
 
 INF = float("inf")
 KEYS_ONLY = "use 'knorm', 'keydiff' or 'random'"
@@ -392,6 +391,7 @@ class EvictionLayer(KVLayer):
         for slots in self._containers():
             mine, scores = scores.split([slots.tokens, scores.shape[-1] - slots.tokens], -1)
             slots.set_scores(mine if slots.group == 1 else mine.unflatten(-1, (-1, slots.group)).mean(-1))
+        del held, before, nothing, queries, mass, query  # of all tokens, as what is laid out next is
         place = self._place_two if self.two else self._place
         place(chunk.part, position[..., None], scores)
 
@@ -459,10 +459,8 @@ class EvictionLayer(KVLayer):
     ) -> None:
         """Choose among everything, and lay out anew."""
         slots = self.kept_slots
-        pool = part
         if slots_used(slots):
-            pool = slots.pool(part)
-            position = torch.cat([slots.positions(), position], 2)
+            position = torch.cat([slots.positions(), position.int()], 2)
             scores = torch.cat([slots.scores(), scores], -1)
         shielded = self._shielded(position[..., 0], scores)
         if isinstance(slots, Ragged):
@@ -470,43 +468,40 @@ class EvictionLayer(KVLayer):
         seen = self.seen if self.own is None else int(self.own.max())
         if self.retention.adaptive and (limit < seen or isinstance(slots, Ragged)):
             order = by_number(position[..., 0])  # ties go by age, not by slot
-            pool, position = take_part(pool, order), position.gather(2, order[..., None])
-            scores, shielded = scores.gather(2, order), shielded.gather(2, order)
-            return self._share_out(pool, position, scores, shielded, limit, rows)
+            position, scores = position.gather(2, order[..., None]), scores.gather(2, order)
+            shielded = shielded.gather(2, order)
+            return self._share_out(part, order, position, scores, shielded, limit, rows)
         index, position = choose(shielded, position, limit, rows)
-        slots.fill(take_part(pool, index), position, scores.gather(2, index))
+        slots.keep(index, position, scores.gather(2, index), part)
 
     def _share_out(
         self,
-        pool: Part,
+        part: Part,
+        order: torch.Tensor,
         position: torch.Tensor,
         scores: torch.Tensor,
         shielded: torch.Tensor,
         limit: int,
         rows: torch.Tensor | None,
     ) -> None:
-        """Heads share their budgets; slots become ragged. A row within its budget gets room up to it."""
-        batch, heads, n = shielded.shape
+        """Heads share their budgets; slots become ragged. A row within its budget gets room up to it.
+
+        ``order`` [B, H, n]: which of the held units, and after them those of ``part``, the other tensors speak of.
+        """
+        batch, heads, _ = shielded.shape
         count = torch.full((batch, 1), limit, device=shielded.device) if rows is None else rows[:, None]
-        order = shielded.argsort(dim=-1, descending=True, stable=True)
-        floor = torch.arange(n, device=order.device) < (SAFEGUARD * count).int().clamp_min(1)  # [B, n], by rank
-        floor = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, floor[:, None].expand_as(order))
-        sure = shielded.masked_fill(floor, INF).masked_fill(shielded == -INF, -INF).flatten(1)
-        best = sure.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(best).scatter_(1, best, torch.arange(heads * n, device=best.device).expand(batch, -1))
-        chosen = (rank < heads * count).view(batch, heads, n) & (position[..., 0] >= 0)
+        chosen = _best(shielded, count) & (position[..., 0] >= 0)
         least = self.retention.sinks + self.retention.recent
         budget = self.budget if isinstance(self.budget, int) else count.clamp_min(least)
         room = (budget - chosen.sum(-1)).clamp_min(0) * (chosen.sum((1, 2))[:, None] < heads * budget)
         if rows is not None and int(room.max()):  # rows still below their budget: empty slots, to be used later
             extra = int(room.max())
-            blank = take_part(pool, torch.zeros(batch, heads, extra, dtype=torch.int64, device=room.device))
-            pool = pool._replace(keys=concat([pool.keys, blank.keys]), values=concat([pool.values, blank.values]))
+            order = torch.cat([order, order[..., :1].expand(-1, -1, extra)], 2)
             position = torch.cat([position, position.new_full((batch, heads, extra, 1), -1)], 2)
             scores = torch.cat([scores, scores.new_full((batch, heads, extra), -INF)], 2)
             chosen = torch.cat([chosen, torch.arange(extra, device=room.device) < room[..., None]], 2)
         ragged = Ragged(self.storage.key_codec, self.storage.value_codec)
-        ragged.fill(pool, position, scores, chosen)
+        ragged.fill(part, position, scores, chosen, self.kept_slots, order)
         self.kept_slots = ragged
 
     # -- eviction beside a plain tail --------------------------------------------------------------------------------
@@ -518,11 +513,11 @@ class EvictionLayer(KVLayer):
             tail.append(part, position, scores, None)
         else:
             if slots_used(tail):
-                position, part = torch.cat([tail.positions(), position], 2), tail.pool(part)
+                position = torch.cat([tail.positions(), position.int()], 2)
                 scores = torch.cat([tail.scores(), scores], -1)
             real = (position[..., 0] >= 0).sum(-1)
             index, position = choose(self._by_age(position), position, int(real.max()), real[:, 0])
-            tail.fill(take_part(part, index), position, scores.gather(2, index))
+            tail.keep(index, position, scores.gather(2, index), part)
         self._drop_units(new)
         self._drop_plain()
         self._seal_units()
@@ -569,7 +564,7 @@ class EvictionLayer(KVLayer):
             left = torch.minimum(left, most).maximum(self._always(slots))
         shielded = self._shielded(slots.positions().amax(-1), slots.scores())
         index, position = choose(shielded, slots.positions(), int(left.max()), left)
-        slots.fill(take_part(slots.units(), index), position, slots.scores().gather(2, index))
+        slots.keep(index, position, slots.scores().gather(2, index))
 
     def _drop_plain(self) -> None:
         tail = self.tail_slots
@@ -580,7 +575,7 @@ class EvictionLayer(KVLayer):
         limit = torch.minimum(limit, plain)
         shielded = self._shielded(tail.positions()[..., 0], tail.scores())
         index, position = choose(shielded, tail.positions(), int(limit.max()), limit)
-        tail.fill(take_part(tail.units(), index), position, tail.scores().gather(2, index))
+        tail.keep(index, position, tail.scores().gather(2, index))
 
     def _seal_units(self) -> None:
         """Whole groups of the oldest plain tokens, but for those of ``plain``."""
@@ -604,10 +599,9 @@ class EvictionLayer(KVLayer):
         sealed = slots.fold(self.sealed.encode(plain.keys.values, plain.values.values))
         if slots_used(slots):
             numbers, score = torch.cat([slots.positions(), numbers], 2), torch.cat([slots.scores(), score], 2)
-            sealed = slots.pool(sealed)
         units = (numbers[..., 0] >= 0).sum(-1)[:, 0]
         chosen, numbers = choose(self._by_age(numbers), numbers, int(units.max()), units)
-        slots.fill(take_part(sealed, chosen), numbers, score.gather(2, chosen))
+        slots.keep(chosen, numbers, score.gather(2, chosen), sealed)
         left = self._held(tail) - count * group
         gone = torch.zeros_like(position, dtype=torch.bool).scatter(
             2,
@@ -616,7 +610,7 @@ class EvictionLayer(KVLayer):
         )
         keep = self._by_age(tail.positions()).masked_fill(gone, -INF)
         chosen, numbers = choose(keep, tail.positions(), int(left.max()), left)
-        tail.fill(take_part(tail.units(), chosen), numbers, tail.scores().gather(2, chosen))
+        tail.keep(chosen, numbers, tail.scores().gather(2, chosen))
 
     def _by_age(self, position: torch.Tensor) -> torch.Tensor:
         """A score that keeps everything that is a token."""
@@ -737,7 +731,7 @@ class EvictionLayer(KVLayer):
         index, position = choose(
             self._by_age(position).masked_fill(position[..., 0] >= left, -INF), position, left, None
         )
-        slots.fill(take_part(slots.units(), index), position, slots.scores().gather(2, index))
+        slots.keep(index, position, slots.scores().gather(2, index))
         self.seen = left
 
     def _forget_tokens(self) -> None:
@@ -865,6 +859,19 @@ def _gather(mask: torch.Tensor, column: torch.Tensor, first: int) -> torch.Tenso
     index = index.expand(-1, -1, mask.shape[-2], -1)
     out = mask.expand(column.shape[0], heads, -1, -1).gather(-1, index.clamp(0, mask.shape[-1] - 1))
     return out.masked_fill(index < 0, True if mask.dtype == torch.bool else 0.0)
+
+
+def _best(scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Which of a row's units are the best ``heads * count`` [B, 1], and of each head its ``SAFEGUARD`` share anyway;
+    [B, H, n] bool."""
+    batch, heads, n = scores.shape
+    ranked = scores.argsort(dim=-1, descending=True, stable=True)
+    floor = torch.arange(n, device=ranked.device) < (SAFEGUARD * count).int().clamp_min(1)  # [B, n], by rank
+    floor = torch.zeros_like(ranked, dtype=torch.bool).scatter_(2, ranked, floor[:, None].expand_as(ranked))
+    sure = scores.masked_fill(floor, INF).masked_fill(scores == -INF, -INF).flatten(1)
+    best = sure.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(best).scatter_(1, best, torch.arange(heads * n, device=best.device).expand(batch, -1))
+    return (rank < heads * count).view(batch, heads, n)
 
 
 def _export(slots: Any) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class FarSlots(Slots):
         super().fill(part, position, score)
         self.send_all()
 
+    def keep(self, index: torch.Tensor, position: torch.Tensor, score: torch.Tensor, new: Part | None = None) -> None:
+        super().keep(index, position, score, new)
+        self.send_all()
+
     def send_all(self) -> None:
         """Everything that is held on the device goes out."""
         layouts = [Layout(state) for state in self._held]

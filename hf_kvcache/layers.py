@@ -130,10 +130,11 @@ class Run:
         new.keys, new.values = self.keys.fork(), self.values.fork()
         return new
 
-    def last(self, tokens: int) -> Part:
-        """The pinned tokens and the newest ``tokens`` others, in token order."""
-        k, v = self.key_codec.group, self.value_codec.group
-        return Part(self.key_codec, self.keys.last(tokens // k), self.value_codec, self.values.last(tokens // v))
+    def last(self, tokens: int, then: Part) -> Part:
+        """The pinned tokens and the newest ``tokens`` others, in token order, and ``then`` after them, in one copy."""
+        keys = self.keys.last(tokens // self.key_codec.group, then.keys)
+        values = self.values.last(tokens // self.value_codec.group, then.values)
+        return then._replace(keys=keys, values=values)
 
 
 class Layout(NamedTuple):
@@ -564,8 +565,8 @@ class KVLayer(compat.CacheLayerMixin):
         encoded = self.sealed.encode(plain.keys.values, plain.values.values)
         joined = None
         if layout.joins:
-            past = self.sealed.last(layout.held - layout.seal - self.sealed.pinned) if len(self.sealed) else None
-            joined = encoded if past is None else join(past, encoded)
+            past = layout.held - layout.seal - self.sealed.pinned
+            joined = self.sealed.last(past, encoded) if len(self.sealed) else encoded
         if layout.seal or self.sealed.keys.state is None:
             self.sealed.append(encoded)
         return self.sealed.parts() if joined is None else [joined]

@@ -90,15 +90,17 @@ class GroupedCodec:
         if not half:  # what lies beyond gets the first or the last code
             low, high = bounded(low, FARTHEST / unit), bounded(high, FARTHEST / unit)
         step, zero = self._ends(low, high)
-        codes, error = self._codes(x, step, zero)
-        if self.bits == 2:
+        if self.bits == 4:
+            codes = self._exact(x, step, zero).round_().clamp_(0, self.top).to(torch.uint8)
+        else:
+            codes, error = self._codes(x, step, zero)
             other_step, other_zero = self._middles(low, high)
             other_codes, other_error = self._codes(x, other_step, other_zero)
             other = other_error < error
             step, zero = torch.where(other, other_step, step), torch.where(other, other_zero, zero)
             codes = torch.where(self._spread(other, width), other_codes, codes)
         zero = (zero * self.per_step).to(torch.int16)
-        return Grouped(self._pack(codes.to(torch.uint8)), (step * unit).to(torch.bfloat16), zero)
+        return Grouped(self._pack(codes), (step * unit).to(torch.bfloat16), zero)
 
     def _ends(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Step and offset (in steps) of the grid whose first and last codes are whole steps nearest the ends."""
@@ -115,12 +117,20 @@ class GroupedCodec:
         step = torch.maximum(step, torch.maximum(low.abs(), high.abs()) * (self.per_step / FAR))
         return _ceil_bfloat16(torch.where(step < 1e-37, 1.0, step))
 
+    def _exact(self, x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Where values lie on a grid, in steps from its first code. (A prompt is long: no metadata is spread out.)"""
+        if self.axis == "channel":
+            return (x / step).sub_(zero)
+        out = x.clone(memory_format=torch.contiguous_format)
+        for c, (start, stop) in enumerate(self._channels(x.shape[-1])):
+            out[..., start:stop].div_(step[..., c : c + 1]).sub_(zero[..., c : c + 1])
+        return out
+
     def _codes(self, x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes as float32, and each group's squared error: in float64, for its additions come in any order, and the
-        same tokens must choose the same grid however many groups are encoded at once."""
-        width = x.shape[-1]
-        exact = (x / self._spread(step, width)).sub_(self._spread(zero, width))
-        codes = exact.round().clamp_(0, self.top)
+        """Codes, and each group's squared error: in float64, for its additions come in any order, and the same tokens
+        must choose the same grid however many groups are encoded at once."""
+        exact = self._exact(x, step, zero)
+        codes = exact.round().clamp_(0, self.top).to(torch.uint8)
         missed = self._fold(exact.sub_(codes).square_(), partial(torch.sum, dtype=torch.float64))
         return codes, missed * step.double().square()
 

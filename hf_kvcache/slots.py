@@ -15,13 +15,18 @@ import torch
 
 from .attention import Part
 from .codecs import Codec
-from .store import concat, map_state, narrow
+from .store import map_state, narrow
 
 
 def take(state: Any, index: torch.Tensor) -> Any:
     """Slots ``index`` [B, H, k] of a state."""
     rows, heads = grid(index.shape[0], index.shape[1], index.device)
     return map_state(state, lambda t: t[rows, heads, index])
+
+
+def map_pairs(first: Any, second: Any, fn: Any) -> Any:
+    """``fn`` over every tensor of two states of one codec, joined along the tokens one by one."""
+    return type(first)(*(fn(torch.cat(pair, 2)) for pair in zip(first, second, strict=True)))
 
 
 def grid(batch: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,12 +91,27 @@ class Slots:
             self.position, self.score = position.to(torch.int32).clone(), score.float().clone()
         self.used = score.shape[2]
 
-    def pool(self, part: Part) -> Part:
-        """The held units, then those of ``part``."""
+    def keep(self, index: torch.Tensor, position: torch.Tensor, score: torch.Tensor, new: Part | None = None) -> None:
+        """Hold, of the held units and after them those of ``new``, the units ``index`` [B, H, k], and nothing else.
+
+        One tensor after the other: no copy of all of them exists beside what is held before and after.
+        """
+        rows, heads = grid(index.shape[0], index.shape[1], index.device)
+        with torch.inference_mode(False):
+            pick = lambda t: t[rows, heads, index]  # noqa: E731
+            keys, values = self.each(pick, new)
+            self.position, self.score = position.to(torch.int32).clone(), score.float().clone()
+        self.keys, self.values, self.used = keys, values, score.shape[2]
+
+    def each(self, fn: Any, new: Part | None) -> tuple[Any, Any]:
+        """``fn`` over every tensor of the held units, with those of ``new`` after them: [B, H, m, ...]."""
+        if new is None:
+            units = self.units()
+            return map_state(units.keys, fn), map_state(units.values, fn)
         if self.keys is None:
-            return part
+            return map_state(new.keys, fn), map_state(new.values, fn)
         mine = self.units()
-        return mine._replace(keys=concat([mine.keys, part.keys]), values=concat([mine.values, part.values]))
+        return map_pairs(mine.keys, new.keys, fn), map_pairs(mine.values, new.values, fn)
 
     def grow(self, limit: int | None) -> None:
         """Room for one more unit; about 1/16 spare, but never more than ``limit`` units."""
@@ -199,10 +219,27 @@ class Ragged:
     def __init__(self, key_codec: Codec, value_codec: Codec) -> None:
         self.key_codec, self.value_codec = key_codec, value_codec
 
-    def fill(self, part: Part, position: torch.Tensor, score: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Hold the units that ``chosen`` [B, H, n] bool marks; a unit without a token (-1) is room for a later one."""
+    def fill(
+        self,
+        part: Part,
+        position: torch.Tensor,
+        score: torch.Tensor,
+        chosen: torch.Tensor,
+        held: Slots | Ragged | None = None,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        """Hold the units that ``chosen`` [B, H, n] bool marks; a unit without a token (-1) is room for a later one.
+
+        They are those of ``part``; or of ``held`` and after them of ``part``, in ``order`` [B, H, n].
+        """
         with torch.inference_mode(False):
-            self.keys, self.values = (map_state(s, lambda t: t[chosen]) for s in (part.keys, part.values))
+            rows, heads, place = chosen.nonzero(as_tuple=True)
+            place = place if order is None else order[rows, heads, place]
+            pick = lambda t: t[rows, heads, place]  # noqa: E731
+            if held is None:
+                self.keys, self.values = map_state(part.keys, pick), map_state(part.values, pick)
+            else:
+                self.keys, self.values = held.each(pick, part)
             self.position, self.score = position[..., 0][chosen].to(torch.int32), score[chosen].float()
             self.size = chosen.sum(-1)
             self.start = (self.size.flatten().cumsum(0) - self.size.flatten()).view_as(self.size)
@@ -236,9 +273,16 @@ class Ragged:
     def set_scores(self, scores: torch.Tensor) -> None:
         self.score = scores[self._inside()]
 
-    def pool(self, part: Part) -> Part:
-        mine = self.part().whole()
-        return mine._replace(keys=concat([mine.keys, part.keys]), values=concat([mine.values, part.values]))
+    def each(self, fn: Any, new: Part) -> tuple[Any, Any]:
+        """As ``Slots.each``; beyond a head's size some other slot."""
+        index = self.index()
+        dense = lambda t: t.index_select(0, index.flatten()).unflatten(0, index.shape)  # noqa: E731
+        pairs = ((self.keys, new.keys), (self.values, new.values))
+        keys, values = (
+            type(mine)(*(fn(torch.cat([dense(a), b], 2)) for a, b in zip(mine, other, strict=True)))
+            for mine, other in pairs
+        )
+        return keys, values
 
     def put(
         self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None

@@ -145,15 +145,27 @@ class Slab:
         """Which token (counted from the slab's first) lies in each slot, ``[len]`` int64 on the CPU."""
         return slot_tokens(self.appended, self.limit, self.pinned)
 
-    def last(self, count: int) -> Any:
-        """The pinned tokens and the newest ``count`` others, in token order; copies once a ring has wrapped."""
-        n = len(self)
-        keep = max(min(count, n - self.pinned), 0) + min(self.pinned, n)
-        if keep == n and (self.limit is None or self.appended <= self.limit):
-            return self.view()
-        order = self.tokens().argsort()
-        slots = torch.cat([order[: min(self.pinned, n)], order[n - keep + min(self.pinned, n) :]])
-        return map_state(self.view(), lambda t: t.index_select(2, slots.to(t.device)))
+    def newest(self, count: int) -> list[Any]:
+        """The pinned tokens and the newest ``count`` others, in token order, as views: a wrapped ring is several."""
+        n, pinned = len(self), min(self.pinned, len(self))
+        gone = n - pinned - max(min(count, n - pinned), 0)
+        runs = [(pinned, n)]
+        if self.limit is not None and self.appended > self.limit:
+            oldest = pinned + (self.appended - pinned) % (n - pinned)
+            runs = [(oldest, n), (pinned, oldest)]
+        pieces, view = [(0, pinned)], self.view()
+        for start, stop in runs:
+            skipped = min(gone, stop - start)
+            gone -= skipped
+            pieces.append((start + skipped, stop))
+        if pieces[1][0] == pinned:  # nothing lies between the first two
+            pieces[:2] = [(0, pieces[1][1])]
+        return [narrow(view, start, stop) for start, stop in pieces if stop > start] or [narrow(view, 0, 0)]
+
+    def last(self, count: int, then: Any = None) -> Any:
+        """``newest`` as one state, and ``then`` after it; copies once, where there are several pieces."""
+        pieces = [*self.newest(count), *([] if then is None else [then])]
+        return pieces[0] if len(pieces) == 1 else concat(pieces)
 
     def drop(self, count: int) -> None:
         """Forget the first ``count`` tokens of a slab without a limit; the few that stay move to the front."""
