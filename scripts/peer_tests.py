@@ -96,6 +96,7 @@ class Suite:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", self.plugin, "-p", "no:cacheprovider", "--tb=line"]
+        command += ["-m", "not torch_compile_test"]  # minutes, and what they compile is a static cache
         command += ["--disable-warnings", "-o", "addopts=", "--rootdir", ".", "-n", str(self.workers), *self.files]
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 1):  # of pytest: passed, or tests failed
