@@ -206,9 +206,10 @@ def test_b36_a_padded_row_is_the_row_alone(policy: str, store: str, extra: str) 
 
     both, caches = KVCache.from_spec(model.config, name), [KVCache.from_spec(model.config, name) for _ in range(2)]
     got = logits(ids, mask, steps, both)
+    atol = 1e-4 if store == "full" else 5e-3  # a code may fall on the other side of a tie
     for row, (alone, cache) in enumerate(zip((long, short), caches, strict=True)):
         torch.testing.assert_close(
-            got[row : row + 1], logits(alone, None, steps[row : row + 1], cache), atol=1e-4, rtol=0
+            got[row : row + 1], logits(alone, None, steps[row : row + 1], cache), atol=atol, rtol=0
         )
         for mine, other in zip(both.layers, cache.layers, strict=True):
             n = other.positions.shape[-1]
