@@ -93,6 +93,7 @@ class Run:
         if bad is not None:
             for slab in self.slabs:
                 slab.appended -= 1
+                slab.overwrote = False
         return bad
 
     def put(self, part: Part, start: torch.Tensor, count: torch.Tensor) -> None:
