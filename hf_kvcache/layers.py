@@ -131,11 +131,11 @@ class Run:
         new.keys, new.values = self.keys.fork(), self.values.fork()
         return new
 
-    def last(self, tokens: int, then: Part) -> Part:
+    def last(self, tokens: int, then: Part | None = None) -> Part:
         """The pinned tokens and the newest ``tokens`` others, in token order, and ``then`` after them, in one copy."""
-        keys = self.keys.last(tokens // self.key_codec.group, then.keys)
-        values = self.values.last(tokens // self.value_codec.group, then.values)
-        return then._replace(keys=keys, values=values)
+        keys = self.keys.last(tokens // self.key_codec.group, then and then.keys)
+        values = self.values.last(tokens // self.value_codec.group, then and then.values)
+        return Part(self.key_codec, keys, self.value_codec, values)
 
 
 class Layout(NamedTuple):

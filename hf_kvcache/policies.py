@@ -297,9 +297,10 @@ def find_policy(name: str, options: dict[str, Any]) -> tuple[Policy, dict[str, A
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}: known are {', '.join(POLICIES)}")
-    if not set(options) <= set(own_options(name)):
+    unknown = [option for option in options if option not in own_options(name)]
+    if unknown:
         known = ", ".join(own_options(name)) or "none of its own"
-        raise ValueError(f"policy {name!r} cannot take {', '.join(options)}: known are {known}")
+        raise ValueError(f"policy {name!r} cannot take {', '.join(unknown)}: known are {known}")
     known_options = inspect.signature(POLICIES[name]).parameters
     values = {option: _as(known_options[option].annotation, name, option, v) for option, v in options.items()}
     return POLICIES[name](**values), {option: v for option, v in values.items() if v != known_options[option].default}

@@ -104,4 +104,7 @@ def find_rope(config: Any, layer: int) -> Rope | None:
     """
     if not compat.uses_rotary(config, layer) and getattr(config, "rope_parameters", None):
         return None
-    return Rope(config, layer)
+    try:
+        return Rope(config, layer)
+    except ValueError as error:
+        raise ValueError(f"reposition=True moves positions, but {error}: leave out reposition") from None
