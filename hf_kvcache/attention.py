@@ -488,13 +488,22 @@ def kvcache_attention(
             return compat.sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
             )
-        if isinstance(key, MaskedStates) or dropout:
-            raise ValueError("dropout and windowed keys beside softcap or learned sinks are not supported: use eval()")
+        view = key.carried if isinstance(key, MaskedStates) else View(causal(queries, tokens), tokens - queries, False)
+        if dropout:
+            raise ValueError("dropout beside softcap or learned sinks is not supported: use eval()")
+        if view.doubled:
+            raise ValueError(
+                "gradients through a residual of plain tokens beside softcap or learned sinks are not supported: use "
+                "torch.no_grad() or storage 'full', 'int8' or 'fp8'"
+            )
         from .codecs import CODECS, Plain
 
+        key, value = (states.as_subclass(torch.Tensor) for states in (key, value))
         part = Part(CODECS["full"], Plain(key), CODECS["full"], Plain(value))
-        rules = partial(causal, queries, tokens)
-        history = History([part], rules, False, key.dtype, value.dtype, fed=tokens - queries, queries=queries)
+        history = History(
+            [part], lambda: view.visible, view.needed, key.dtype, value.dtype, fed=view.fed, queries=queries,
+            pads=view.pads,
+        )  # fmt: skip
     else:
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -404,3 +404,29 @@ def test_a_full_step_copies_no_history():
         if torch.Size(item[1]).numel() >= n * heads * head and not any(view in item[0] for view in views)
     ]
     assert made == []
+
+
+@pytest.mark.parametrize("spec", ["sink(4,1000)", "sink(2,6)", "int8+sink(2,6)"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_softcap_and_sinks_with_gradients(family, spec):
+    """With a graph the logits are those without one; where nothing has left, the gradients are stock's."""
+    it = case(family)
+    ids, model, weights = prompt(20, 2, 90), it.model, list(it.model.parameters())
+    new = lambda: KVCache.from_spec(model.config, spec)  # noqa: E731
+    with it.attention("kvcache"):
+        for schedule in ("once", "chunks"):
+            right, cache = it.feed(ids, new(), schedule), new()
+            rows = [model(piece, past_key_values=cache).logits for piece in ids.split(it.sizes(schedule), 1)]
+            assert rows[-1].requires_grad
+            torch.testing.assert_close(torch.cat(rows, 1), right, atol=2e-4, rtol=1e-4)
+        mine = torch.autograd.grad(model(ids, past_key_values=new()).logits.sum(), weights)
+    if spec == "sink(4,1000)":
+        for a, b in zip(mine, torch.autograd.grad(model(ids).logits.sum(), weights), strict=True):
+            assert (a - b).abs().max() < 1e-3 * b.abs().max()
+
+
+def test_gradients_of_a_residual_beside_a_softcap_are_refused():
+    it = case("gemma2")
+    cache = KVCache.from_spec(it.model.config, "int8(residual=3)")
+    with it.attention("kvcache"), pytest.raises(ValueError, match=r"no_grad\(\)"):
+        it.model(prompt(20, 2, 90), past_key_values=cache)
