@@ -5,9 +5,10 @@
 
 Scenes: ``once`` (a prompt in one forward), ``chunks`` (of 512), ``turn`` (256 new tokens on a long history), ``draft5``
 and ``draft16`` (drafted tokens to verify on it), ``padded`` (four left-padded rows), ``step`` (one decode step at 512
-tokens, for policies). All caches take their turn in every round, so the ratios hold on a noisy machine: ``ratio`` is the
-median over rounds of a cache's time over ``DynamicCache``'s under stock attention. ``peak`` is the most bytes alive at
-once of what a forward made (``eval/memory.py``), measured in one more run.
+tokens, for policies). All caches take their turn in every round: ``ratio`` is the median over rounds of a cache's time
+over ``DynamicCache``'s under stock attention, ``CPU`` the same of processor time, which other programs on the machine
+disturb less (threads have to wait asleep: OMP_WAIT_POLICY=PASSIVE). ``peak`` is the most bytes alive at once of what a
+forward made (``eval/memory.py``), measured in one more run.
 
 Histories are the model's own keys and values of ``--filled`` tokens, repeated.
 """
@@ -18,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +65,27 @@ class Bench:
             if name in ("once", "chunks"):
                 for n in lengths:
                     size = n if name == "once" else CHUNK
-                    found[f"{name} {n}"] = (self._empty, lambda cache, n=n, size=size: self._feed(cache, n, size))
+                    found[f"{name} {n}"] = (self._empty, partial(self._feed, n, size))
             elif name == "padded":
                 found[name] = (self._empty, self._padded)
             elif name == "step":
-                found[name] = (lambda spec: self._filled(spec, SHORT), lambda cache: self._more(cache, 1))
+                found[name] = (partial(self._filled, SHORT), partial(self._more, 1))
             else:
                 new = TURN if name == "turn" else int(name.removeprefix("draft"))
-                found[name] = (lambda spec: self._filled(spec, HISTORY), lambda cache, new=new: self._more(cache, new))
+                found[name] = (partial(self._filled, HISTORY), partial(self._more, new))
         return found
 
     def _empty(self, spec: str) -> Any:
         return contenders.make_cache(spec, self.model.config)
 
-    def _filled(self, spec: str, tokens: int) -> Any:
+    def _filled(self, tokens: int, spec: str) -> Any:
         if self._states is None:
             self._states = speed.states_of(self.model, self.ids[:, : self.filled])
         if self._states is None:
             raise ValueError("a model with sliding layers, whose history cannot be repeated: leave out turn and drafts")
         cache, times = contenders.make_cache(spec, self.model.config), -(-tokens // self.filled)
         if "snapkv" in spec or "h2o" in spec or "tova" in spec or "expected" in spec:  # need attention
-            self._feed(cache, tokens, tokens)
+            self._feed(tokens, tokens, cache)
             return cache
         for index, (k, v) in enumerate(self._states):
             keys, values = (t.repeat(1, 1, times, 1)[:, :, :tokens] for t in (k, v))
@@ -93,11 +95,11 @@ class Bench:
     def _call(self, ids: torch.Tensor, cache: Any, **more: Any) -> None:
         self.model(ids, **{models.cache_argument(self.model): cache, "use_cache": True, "logits_to_keep": 1}, **more)
 
-    def _feed(self, cache: Any, tokens: int, size: int) -> None:
+    def _feed(self, tokens: int, size: int, cache: Any) -> None:
         for piece in self.ids[:, :tokens].split(size, 1):
             self._call(piece, cache)
 
-    def _more(self, cache: Any, tokens: int) -> None:
+    def _more(self, tokens: int, cache: Any) -> None:
         self._call(self.ids[:, :tokens], cache)
 
     def _padded(self, cache: Any) -> None:
@@ -113,19 +115,20 @@ class Bench:
 def race(bench: Bench, scene: Scene, specs: list[str], attn: str, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of each round, stored bytes and the peak, per spec; all take their turn in every round."""
     fill, run = scene
-    found: dict[str, dict[str, Any]] = {spec: {"seconds": []} for spec in specs}
+    found: dict[str, dict[str, Any]] = {spec: {"seconds": [], "cpu_seconds": []} for spec in specs}
     for turn in range(rounds + 1):
         for spec in specs:
             contenders.use_attention(bench.model, spec, attn)
             cache = fill(spec)
             if bench.model.device.type == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             run(cache)
             if bench.model.device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first one warms up
                 found[spec]["seconds"].append(time.perf_counter() - start)
+                found[spec]["cpu_seconds"].append(time.process_time() - busy)
             del cache
     for spec in specs:
         contenders.use_attention(bench.model, spec, attn)
@@ -139,8 +142,10 @@ def race(bench: Bench, scene: Scene, specs: list[str], attn: str, rounds: int) -
 def metrics(mine: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     """Of one spec against the stock cache."""
     ratios = [a / b for a, b in zip(mine["seconds"], base["seconds"], strict=True)]
+    busy = [a / b for a, b in zip(mine["cpu_seconds"], base["cpu_seconds"], strict=True)]
     return {
         "seconds": statistics.median(mine["seconds"]),
+        "cpu_ratio": statistics.median(busy),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
@@ -159,14 +164,14 @@ def main(argv: list[str] | None = None) -> None:
         ids = models.token_ids(loaded, text, args.filled)
         ids = ids.repeat(1, -(-needed // ids.shape[1]))[:, :needed]
         bench = Bench(loaded.model, ids, args.filled)
-        print(f"{'scene':<14}{'cache':<22}{'s':>8}{'ratio':>8}{'min-max':>14}{'MB':>9}{'peak MB':>9}")
+        print(f"{'scene':<14}{'cache':<22}{'s':>8}{'ratio':>8}{'min-max':>14}{'CPU':>8}{'MB':>9}{'peak MB':>9}")
         for name, scene in bench.scenes(args.scenes, args.lengths).items():
             found = race(bench, scene, specs, args.attn, args.rounds)
             for spec in specs:
                 m = metrics(found[spec], found[contenders.BASELINE])
                 spread = f"{m['ratio_min']:.2f}-{m['ratio_max']:.2f}"
                 print(
-                    f"{name:<14}{spec:<22}{m['seconds']:>8.2f}{m['ratio']:>8.2f}{spread:>14}"
+                    f"{name:<14}{spec:<22}{m['seconds']:>8.2f}{m['ratio']:>8.2f}{spread:>14}{m['cpu_ratio']:>8.2f}"
                     f"{m['nbytes'] / 1e6:>9.1f}{m['peak_bytes'] / 1e6:>9.1f}",
                     flush=True,
                 )
