@@ -29,7 +29,7 @@ import torch
 
 from . import compat
 from .codecs import Codec
-from .families import SAY_NOT_CAUSAL
+from .families import ADD_MASKS
 from .masked import FED_TWICE, PADDED, MaskedStates, Visible, allowed, watched
 from .store import map_state, narrow, repeat_rows
 
@@ -577,11 +577,11 @@ def kvcache_mask(
     if attention_mask is not None and attention_mask.dim() == 2 and isinstance(q_offset, int):
         if attention_mask.shape[-1] < q_offset + q_length and kv_length <= q_offset + q_length:
             raise ValueError(FED_TWICE)
-    if getattr(kwargs.get("config"), "model_type", "") in SAY_NOT_CAUSAL:
-        kwargs["allow_is_causal_skip"] = False
-    return compat.sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs
-    )
+    if getattr(kwargs.get("config"), "model_type", "") in ADD_MASKS:
+        make = compat.eager_mask
+    else:
+        make = compat.sdpa_mask
+    return make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
 
 
 def register(compiled: bool | None = None) -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 EMPTY_LAYERS: tuple[type, ...]
 try:  # 5.24: layers that reuse another layer's cache, or have no attention at all
@@ -36,6 +36,7 @@ __all__ = [
     "LinearAttentionCacheLayerMixin",
     "cache_argument",
     "decoder_config",
+    "eager_mask",
     "has_cross_attention",
     "is_plain_full_attention",
     "is_stock_layer",

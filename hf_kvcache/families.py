@@ -33,10 +33,13 @@ OWN_WAYS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 # Families that do not hand keys and values to a cache as others do: no cache of this library is right.
 NO_CACHE = {
+    "recurrent_gemma": "keeps its recurrent state in the model itself, where it outlives a sequence",
+    "reformer": "keeps buckets and hidden states in a cache of its own",
     "minimax": "takes no cache but its own MiniMaxCache",
 }
-# Families whose attention says that it is not causal, and is: their mask is never left out.
-SAY_NOT_CAUSAL = ("bigbird_pegasus",)
+# Families that want an additive mask, never left out: their attention is their own although the model takes names of
+# others (GIT, for its images), or says that it is not causal, and is (BigBird-Pegasus).
+ADD_MASKS = ("bigbird_pegasus", "git")
 _trusted: set[str] = set()
 
 
