@@ -34,6 +34,7 @@ OWN_WAYS: dict[str, tuple[tuple[str, ...], str]] = {
 # Families that do not hand keys and values to a cache as others do: no cache of this library is right.
 NO_CACHE = {
     "recurrent_gemma": "keeps its recurrent state in the model itself, where it outlives a sequence",
+    "rwkv": "keeps a recurrent state of its own",
     "reformer": "keeps buckets and hidden states in a cache of its own",
     "minimax": "takes no cache but its own MiniMaxCache",
 }
@@ -82,7 +83,7 @@ def refuse(configs: tuple[Any, ...], spec: str, needs: set[str]) -> None:
     for config in configs:
         kind, name = getattr(config, "model_type", ""), type(config).__name__
         if kind in NO_CACHE:
-            raise ValueError(f"{name}: this family {NO_CACHE[kind]}, so that no cache of this library works for it")
+            raise ValueError(f"{name} hands nothing to a cache of this library that it could use: it {NO_CACHE[kind]}")
         wrong, why = OWN_WAYS.get(kind, ((), ""))
         if needs & set(wrong):
             raise ValueError(f"{spec!r} is not supported for {name}: this family {why}; {out}")
