@@ -28,12 +28,16 @@ OWN_WAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "diffllama": (("importance", "tail"), "joins the values of two heads, which have to lie in the same slots"),
     "mllama": (NEEDS, IMAGE_KEYS),
     "mllama_text_model": (NEEDS, IMAGE_KEYS),
+    "prophetnet": (NEEDS, "takes relative positions from slots"),
     "doge": (NEEDS, "adds a mask that it makes of the values in all slots"),
     "cpmant": (NEEDS, "counts slots, with 32 of its own before them"),
 }
 # Families that do not hand keys and values to a cache as others do: no cache of this library is right.
 NO_CACHE = {
     "recurrent_gemma": "keeps its recurrent state in the model itself, where it outlives a sequence",
+    "openai-gpt": "has no cache and computes all tokens anew",
+    "xlnet": "keeps memories of its own",
+    "xlstm": "keeps a recurrent state of its own",
     "rwkv": "keeps a recurrent state of its own",
     "reformer": "keeps buckets and hidden states in a cache of its own",
     "minimax": "takes no cache but its own MiniMaxCache",

@@ -555,7 +555,7 @@ class Family:
         self.encodes = bool(self.config.is_encoder_decoder)
         self.ids = prompt(TOKENS, 2, 90, seed=3).clamp_min(5)
         self.text = text_of(self.config)
-        hf_kvcache.trust(*(kind for kind in self.types if kind not in known.OWN_WAYS | known.NO_CACHE))
+        known._trusted.update(self.types)  # what goes its own way is refused all the same
         if hasattr(self.model, "set_default_language"):  # XMOD
             self.model.set_default_language("en_XX")
         self.extra: dict[str, Any] = {}
@@ -576,7 +576,7 @@ class Family:
     @property
     def types(self) -> list[str]:
         """Model types that a cache for this family may be asked for: of the whole, and of its decoder."""
-        return list(dict.fromkeys(config.model_type for config in (self.whole, self.text)))
+        return list(dict.fromkeys((self.kind, self.whole.model_type, self.text.model_type)))
 
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
@@ -606,6 +606,8 @@ class Family:
             if self.kind in ("musicgen", "musicgen_melody"):
                 piece = piece.repeat_interleave(4, 0)  # one row for each of four codebooks
             inputs = {"decoder_input_ids" if self.encodes else "input_ids": piece, **self.extra}
+            if self.encodes:  # Moonshine adds to it in place
+                inputs["encoder_outputs"] = copy.deepcopy(self.extra["encoder_outputs"])
             if self.kind in INPUTS:
                 inputs |= INPUTS[self.kind](self, start, size)
             inputs[compat.cache_argument(self.model.forward)] = cache
@@ -655,9 +657,9 @@ class Family:
             causal = sink_mask(TOKENS, 0, None).expand(2, -1, -1, -1)
             try:
                 key = "decoder_attention_mask" if self.encodes else "attention_mask"
-                ids = {"decoder_input_ids" if self.encodes else "input_ids": self.ids, **self.extra}
-                same = self.model(**ids, **{key: causal}, use_cache=False).logits
-                out = self.model(**ids, **{key: mask}, use_cache=False).logits
+                ids = {"decoder_input_ids" if self.encodes else "input_ids": self.ids}
+                same = self.model(**ids, **copy.deepcopy(self.extra), **{key: causal}, use_cache=False).logits
+                out = self.model(**ids, **copy.deepcopy(self.extra), **{key: mask}, use_cache=False).logits
                 if (same - self.plain("once")).abs().max() < OURS and (out - same).abs().max() > 0.01:
                     return out, True
             except Exception:  # noqa: BLE001 (a model without 4-D masks)
