@@ -577,10 +577,8 @@ def kvcache_mask(
     if attention_mask is not None and attention_mask.dim() == 2 and isinstance(q_offset, int):
         if attention_mask.shape[-1] < q_offset + q_length and kv_length <= q_offset + q_length:
             raise ValueError(FED_TWICE)
-    if getattr(kwargs.get("config"), "model_type", "") in ADD_MASKS:
-        make = compat.eager_mask
-    else:
-        make = compat.sdpa_mask
+    additive = getattr(kwargs.get("config"), "model_type", "") in ADD_MASKS
+    make: Callable[..., Any] = compat.eager_mask if additive else compat.sdpa_mask
     return make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
 
 
