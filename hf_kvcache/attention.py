@@ -29,7 +29,7 @@ import torch
 
 from . import compat
 from .codecs import Codec, fit
-from .families import SAY_NOT_CAUSAL
+from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
 from .masked import FED_TWICE, MaskedStates, View
 from .plan import Visible, causal, look, segments
@@ -685,16 +685,15 @@ def kvcache_mask(
     if attention_mask is not None and attention_mask.dim() == 2 and known and q_offset and ordered:
         if attention_mask.shape[-1] < q_offset + q_length and kv_length + kv_offset <= q_offset + q_length:
             raise ValueError(FED_TWICE)
-    if getattr(kwargs.get("config"), "model_type", "") in SAY_NOT_CAUSAL:
-        kwargs["allow_is_causal_skip"] = False
-    if known and compat.is_plain_causal(kwargs) and kv_length + kv_offset == q_offset + q_length:
+    additive = getattr(kwargs.get("config"), "model_type", "") in ADD_MASKS
+    plain = known and not additive and compat.is_plain_causal(kwargs)
+    if plain and kv_length + kv_offset == q_offset + q_length:
         # What is causal needs no mask: attention finds out by itself who is new.
         if attention_mask is None or bool(attention_mask[:, kv_offset : kv_offset + kv_length].all()):
             if attention_mask is None or attention_mask.shape[-1] >= kv_offset + kv_length:
                 return None
-    return compat.sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs
-    )
+    make: Callable[..., Any] = compat.eager_mask if additive else compat.sdpa_mask
+    return make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
 
 
 def register(compiled: bool | None = None) -> None:

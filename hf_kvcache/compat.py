@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from transformers.generation import GenerationMixin
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 EMPTY_LAYERS: tuple[type, ...]
 try:  # 5.24: layers that reuse another layer's cache, or have no attention at all
@@ -50,6 +50,7 @@ __all__ = [
     "cache_argument",
     "decoder_config",
     "drops_caches_at",
+    "eager_mask",
     "flash_with_lse",
     "has_cross_attention",
     "inside_generate",

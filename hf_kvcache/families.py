@@ -28,15 +28,23 @@ OWN_WAYS: dict[str, tuple[tuple[str, ...], str]] = {
     "diffllama": (("importance", "tail"), "joins the values of two heads, which have to lie in the same slots"),
     "mllama": (NEEDS, IMAGE_KEYS),
     "mllama_text_model": (NEEDS, IMAGE_KEYS),
+    "prophetnet": (NEEDS, "takes relative positions from slots"),
     "doge": (NEEDS, "adds a mask that it makes of the values in all slots"),
     "cpmant": (NEEDS, "counts slots, with 32 of its own before them"),
 }
 # Families that do not hand keys and values to a cache as others do: no cache of this library is right.
 NO_CACHE = {
+    "recurrent_gemma": "keeps its recurrent state in the model itself, where it outlives a sequence",
+    "openai-gpt": "has no cache and computes all tokens anew",
+    "xlnet": "keeps memories of its own",
+    "xlstm": "keeps a recurrent state of its own",
+    "rwkv": "keeps a recurrent state of its own",
+    "reformer": "keeps buckets and hidden states in a cache of its own",
     "minimax": "takes no cache but its own MiniMaxCache",
 }
-# Families whose attention says that it is not causal, and is: their mask is never left out.
-SAY_NOT_CAUSAL = ("bigbird_pegasus",)
+# Families that want an additive mask, never left out: their attention is their own although the model takes names of
+# others (GIT, for its images), or says that it is not causal, and is (BigBird-Pegasus).
+ADD_MASKS = ("bigbird_pegasus", "git")
 _trusted: set[str] = set()
 
 
@@ -79,7 +87,7 @@ def refuse(configs: tuple[Any, ...], spec: str, needs: set[str]) -> None:
     for config in configs:
         kind, name = getattr(config, "model_type", ""), type(config).__name__
         if kind in NO_CACHE:
-            raise ValueError(f"{name}: this family {NO_CACHE[kind]}, so that no cache of this library works for it")
+            raise ValueError(f"{name} hands nothing to a cache of this library that it could use: it {NO_CACHE[kind]}")
         wrong, why = OWN_WAYS.get(kind, ((), ""))
         if needs & set(wrong):
             raise ValueError(f"{spec!r} is not supported for {name}: this family {why}; {out}")

@@ -35,6 +35,7 @@ KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__ repeat clone detach
 BREAKS_KEYS = set("linear split split_with_sizes chunk tensor_split cat concat stack einsum".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
 KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__ __radd__ tanh to float".split())
+RESHAPES = ("view", "reshape", "unflatten")
 
 FED_TWICE = (
     "the cache already holds these tokens, and the attention mask does not cover them again: "
@@ -181,6 +182,10 @@ class MaskedStates(torch.Tensor):
 
     def _score(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Scaling and capping keep scores what they are; an added mask, or anything else, hides what is hidden."""
+        if func.__name__ in RESHAPES:  # rows and heads in one axis for the product (GPT-NeoX Japanese)
+            out = func(*_map(_plain, args), **kwargs)
+            if out.shape[-2:] == self.shape[-2:]:
+                return MaskedStates.wrap(out, self.carried, "scores")
         mask = next(filter(self._is_mask, args), None)
         if func.__name__ in KEEPS_SCORES and mask is None:
             return MaskedStates.wrap(func(*map(_plain, args), **kwargs), self.carried, "scores")
