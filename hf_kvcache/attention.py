@@ -39,6 +39,11 @@ NAME = "kvcache"
 BLOCK = 1 << 20  # float32 values that codes are cast to at a time: 4 MiB
 ROWS = 1 << 22  # float32 scores at a time: 16 MiB
 SMALL = 16  # queries that the Triton kernels take at most
+# What models hand to any attention, and what does not change its result here: masks say the same.
+HARMLESS = set("cache_position cu_seq_lens_k cu_seq_lens_q deterministic layer_idx max_length_k max_length_q".split())
+HARMLESS |= set("num_items_in_batch output_attentions output_hidden_states output_router_logits position_ids".split())
+HARMLESS |= set("return_dict seq_idx sliding_window use_cache".split())
+KNOWN = {*HARMLESS, "position_bias"}
 
 
 class Part(NamedTuple):
@@ -471,6 +476,9 @@ def kvcache_attention(
 
     Returns:
         ([B, Q, Hq, Dv], None): attention weights are not kept.
+
+    Raises:
+        ValueError: an argument that is neither known nor in ``HARMLESS``, or one that cannot be honoured here.
     """
     if _autocasts(query.device):
         with full_precision(query.device):
@@ -505,15 +513,22 @@ def kvcache_attention(
             pads=view.pads,
         )  # fmt: skip
     else:
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in KNOWN]
+        if unknown:
+            raise ValueError(
+                f"attention 'kvcache' does not know the argument {unknown[0]!r} that {type(module).__name__} hands over: "
+                'leave it out, or call model.set_attn_implementation("sdpa")'
+            )
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
+    bias = kwargs.pop("position_bias", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if kwargs.get("position_bias") is not None:
-        attention_mask = _with_bias(attention_mask, kwargs["position_bias"], history, query, ordered)
+    if bias is not None:
+        attention_mask = _with_bias(attention_mask, bias, history, query, ordered)
     if history.observer is not None:
         run = (module, query, history, attention_mask, scaling, softcap, s_aux)
         return _attend_observed(*run, **kwargs).transpose(1, 2).contiguous(), None
     queries, tokens = query.shape[2], sum(part.tokens for part in history.parts)
-    alone = queries == tokens > 1 and not history.needed and not special and kwargs.get("position_bias") is None
+    alone = queries == tokens > 1 and not history.needed and not special and bias is None
     if alone and (ordered or attention_mask is not None):  # a prompt: everything is new
         keys, values = (side.to(query.dtype) for side in history.plain())
         return compat.sdpa_attention_forward(module, query, keys, values, attention_mask, 0.0, scaling, **kwargs)
