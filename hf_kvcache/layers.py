@@ -240,6 +240,7 @@ class KVLayer(compat.CacheLayerMixin):
     is_sliding = False
     torn = False  # an exception came while it stored tokens, and what was there cannot be told from what is new
     record_past = False
+    touched = False  # the model took new tokens apart, so that they wait for no attention of ours
     given = skipped = 0  # see ``pretend``
 
     def __init__(
