@@ -378,10 +378,10 @@ class KVLayer(compat.CacheLayerMixin):
             ValueError: another batch size, shape or dtype than before; a prompt fed a second time; non-finite states
                 into a lossy storage; a chunk that needs a mask under an attention that cannot apply it.
         """
+        self.catch_up()
         direct = self._direct(key_states, value_states) if key_states.shape[2] == 1 else None
         if direct is not None:
             return self._append_direct(direct, key_states, value_states)
-        self.catch_up()
         self._check(key_states, value_states)
         self._refuse(key_states.shape[2])
         with_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
@@ -528,7 +528,7 @@ class KVLayer(compat.CacheLayerMixin):
         ``None`` for all else: another shape or dtype, gradients, a group to seal, a mask of our own.
         """
         storage, seen = self.storage, self.seen
-        if self.home is not None or not self.is_initialized or seen < self.apart or self.chunk is not None:
+        if self.home is not None or not self.is_initialized or seen < self.apart:
             return None
         if self.bias or self.padded:
             return None

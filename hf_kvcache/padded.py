@@ -31,14 +31,14 @@ class Chunk:
     """The new tokens of one forward, until attention shows the mask that says which of them are pads."""
 
     def __init__(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-        self.held, self.fed = layer.kept, layer.seen
+        self.layer, self.keys, self.values, self.fed = layer, keys, values, layer.seen
+        self.slots = layer.get_mask_sizes(keys.shape[2])[0]
         self.history: History | None = None
 
     def shape(self, side: int) -> torch.Size:
         """Of what attention will see, pads taken for tokens."""
         new = (self.keys, self.values)[side]
-        return torch.Size((*new.shape[:2], min(self.held, self.fed) + new.shape[2], new.shape[3]))
+        return torch.Size((*new.shape[:2], self.slots, new.shape[3]))
 
     def resolve(self, mask: torch.Tensor | None) -> History:
         """Store these tokens; what they attend to. Looks at the mask once, where the tokens are stored."""

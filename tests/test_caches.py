@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -380,7 +381,8 @@ def test_pads_that_come_later_under_eviction_are_refused(spec, attention, chunk)
     cache = cache_for(model, spec)
     feed(model, ids[:, :8], cache, attention_mask=mask[:, :8])
     mask[1, 8:10] = 0
-    with pytest.raises(ValueError, match="padding"), torch.no_grad():
+    by_row = attention == "kvcache" and chunk > 1  # rows are told apart from then on: tests/test_masks.py
+    with nullcontext() if by_row else pytest.raises(ValueError, match="padding"), torch.no_grad():
         for start in range(8, 14, chunk):
             stop = min(start + chunk, 14)
             model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)

@@ -191,7 +191,8 @@ def test_b19_speculative_decoding_is_equal_or_refused(spec, attention, assistant
         assert torch.equal(out, expected)
     finally:
         hook.remove()
-    assert cache.is_croppable == (spec in ("cpu", "int8+cpu"))
+    everything = 0 < cache.get_seq_length() == cache.exact_rollback()  # nothing was evicted or sealed
+    assert cache.is_croppable == (spec in ("cpu", "int8+cpu") or everything)
 
 
 @every_pair
