@@ -491,7 +491,8 @@ def kvcache_attention(
         key, value = _plain(key, query.dtype), _plain(value, query.dtype)
         queries, tokens = query.shape[2], key.shape[2]
         if attention_mask is None and ordered and 1 < queries < tokens:  # ``kvcache_mask`` leaves out what is causal
-            columns = key.carried.visible.total if isinstance(key, MaskedStates) else tokens
+            own = isinstance(key, MaskedStates) and key.kind == "keys"
+            columns = key.carried.visible.total if own else tokens  # slots may be more, or fewer
             attention_mask = causal(queries, columns).to(query.device).rows()
         if not special:
             return compat.sdpa_attention_forward(

@@ -89,7 +89,7 @@ class KVCache(compat.Cache):
         self._progress = Progress(
             self.layers, compat.beside_the_text(self.config), getattr(self.config, "layer_types", None)
         )
-        self._twin: weakref.ref[Any] | None = None
+        self._twin: tuple[weakref.ref[Any], ...] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -363,7 +363,7 @@ class KVCache(compat.Cache):
         lasts = lasts if len(lasts) == len(highs) else [min(lasts)] * len(highs)
         old = (high == 0 or low <= last for low, high, last in zip(lows, highs, lasts, strict=True))
         again = max(lasts) > 0 and (any(highs) or new == 1) and all(old)
-        back = max(last - high + 1 for high, last in zip(highs, lasts, strict=True)) if again else 0
+        back = max(1, *(last - high + 1 for high, last in zip(highs, lasts, strict=True))) if again else 0
         return list(map(max, highs, lasts)), back
 
     def _raise_if_suspect(self) -> None:
@@ -394,6 +394,7 @@ class KVCache(compat.Cache):
         ones (``skip_layers``) cannot: where there are both, the answer is that of a plain one.
         """
         self._last_updated = None
+        self._follow_copy()
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], KVLayer):
             ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
             layer_idx = next(ours, layer_idx)
@@ -611,24 +612,29 @@ class KVCache(compat.Cache):
         """A copy follows the model's own config, which says which attention runs; copied together with its model, in
         any order, the config of that copy."""
         self._follow_copy()
-        memo[id(self._source)] = self._source
-        known = memo.get(id(self.config))
-        config, ours = known or self.config, known is None
+        own = {id(config): config for config in (self._source, self.config)}
+        copied = {key: memo.pop(key) for key in own if key in memo}  # of a model that was copied before
+        memo.update(own)
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        memo[id(self.config)] = config
         for name, value in self.__dict__.items():
             new.__dict__[name] = copy.deepcopy(value, memo)
-        if ours:  # a model that is copied later finds a config of its own; without one that is forgotten
-            memo[id(self.config)] = twin = copy.deepcopy(self.config)
-            new._twin = weakref.ref(twin)
+        for key in own:
+            del memo[key]
+        memo.update(copied)
+        # A model that is copied later finds these configs; without one they are forgotten.
+        twins = [copy.deepcopy(config, memo) for config in (self._source, self.config)]
+        new._twin = tuple(weakref.ref(twin) for twin in twins)
         return new
 
     def _follow_copy(self) -> None:
-        """The config of the model that was copied together with this cache, if there was one."""
+        """The configs of the model that was copied together with this cache, if there was one."""
         if self._twin is None:
             return
-        config, self._twin = self._twin(), None
+        (source, config), self._twin = (twin() for twin in self._twin), None
+        if source is not None:
+            self._source = source
+            self._made = None if self._made is None else identity.mark(source)
         if config is not None:
             self.config = config
             for layer in self.layers:
@@ -669,9 +675,11 @@ class KVCache(compat.Cache):
         for index, (keys, values) in enumerate(states):
             layer: Any = cache.layers[index]
             if isinstance(layer, (KVLayer, WindowLayer)):
-                cache.update(keys, values, index)
+                cache.update(keys, values, index)  # and no attention will come
                 if isinstance(layer, EvictionLayer) and layer.pending is not None:
-                    layer.settle(None, None, None)  # no attention will come
+                    layer.settle(None, None, None)
+                elif isinstance(layer, KVLayer):
+                    layer.catch_up()
                 if layer.get_seq_length() != seen:
                     layer.pretend(seen)
         return cache
@@ -755,6 +763,7 @@ class KVCache(compat.Cache):
 
     def _whose(self, model: Any = None) -> str:
         """The identity of the weights that made the states (see ``identity``)."""
+        self._follow_copy()
         source = self._source if model is None else model
         whose = identity.of(source)
         identity.check_unchanged(self, source)

@@ -144,7 +144,7 @@ class EvictionLayer(KVLayer):
             history = self._take(key_states, value_states)
             if attention == NAME:
                 return Stored(history, 0), Stored(history, 1)
-            out = history._replace(observer=None, watch=True, pads=self.found_pads).decode()
+            out = history._replace(observer=None, watch=True).decode()
             self.settle(None, None, None)
         return out
 
@@ -187,7 +187,7 @@ class EvictionLayer(KVLayer):
         rules = partial(self._rules, fed, new, self.kept, self._numbers()[0, 0] if whole else None)
         return History(
             [*held, part], rules, not whole and new > 1, *self.dtypes, observer=self, batch=self.batch_size, fed=fed,
-            queries=new,
+            queries=new, pads=self.found_pads,
         )  # fmt: skip
 
     def _numbers(self) -> torch.Tensor:

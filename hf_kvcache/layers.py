@@ -241,6 +241,7 @@ class KVLayer(compat.CacheLayerMixin):
     torn = False  # an exception came while it stored tokens, and what was there cannot be told from what is new
     record_past = False
     blind = False  # the last tokens were stored without an attention, by ``catch_up``
+    touched = False  # the model took new tokens apart, so that they wait for no attention of ours
     given = skipped = 0  # see ``pretend``
 
     def __init__(
@@ -423,8 +424,8 @@ class KVLayer(compat.CacheLayerMixin):
         if self.bias and (evicts or self.boundary(total) > min(self.apart, total) and self.storage.has_tail):
             raise ValueError(
                 f"layer {self.index}: {type(self.config).__name__} biases scores by key position ({self.bias}), and "
-                f"{total} tokens are more than this cache keeps in their order: use retention 'all' with storage "
-                "'full', 'int8' or 'fp8', or a longer window or residual"
+                f"this cache keeps no more than {self._in_order} tokens in their order: use retention 'all' with "
+                "storage 'full', 'int8' or 'fp8', or a longer window or residual"
             )
         attention = self._attention()
         if new > 1 and attention not in (*MASKABLE, NAME, None) and self._needs_mask(self._layout(new), new, False):
@@ -432,6 +433,14 @@ class KVLayer(compat.CacheLayerMixin):
                 f"layer {self.index}: this chunk of {new} tokens needs a mask that attention {attention!r} cannot "
                 f"apply: {ASK_FOR_OURS}"
             )
+
+    @property
+    def _in_order(self) -> int:
+        """The most tokens of which none is evicted and none has two forms."""
+        storage, window = self.storage, self.retention.window
+        plain = max(storage.quantize_after, self.apart + storage.residual + storage.group - 1)
+        limits = [plain] * storage.has_tail + ([] if window is None else [self.retention.sinks + window])
+        return min(limits)
 
     def _needs_mask(self, layout: Layout, new: int, ordered: bool) -> bool:
         """Whether "all keys up to the query's own token" is not what these queries see."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .plan import Mask, Visible, look
+from .plan import FOREVER, Mask, Visible, look
 
 MASKABLE = ("sdpa", "eager")  # stock attention functions that read their keys through torch ops
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
@@ -57,6 +57,16 @@ class View(NamedTuple):
     needed: bool  # False: the mask that the model applies says it all, and keys only look at it
     doubled: bool = False  # some tokens have two slots
     pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
+    causal_only: bool = False  # the model applies the mask, which can say nothing else
+
+    @property
+    def plain(self) -> bool:
+        """Whether each query sees every slot up to its own, so that a causal mask of as many columns says it all."""
+        rules, slots = self.visible, torch.arange(self.visible.number.shape[-1])[None]
+        if self.doubled or bool((rules.since > 0).any()) or bool((rules.until < FOREVER).any()):
+            return False
+        number, query = rules.number.cpu(), rules.query.cpu()
+        return torch.equal(number, slots) and torch.equal(query, slots[:, slots.shape[1] - rules.queries :])
 
     def of_last(self, queries: int) -> View:
         """For the last ``queries`` of the call only."""
@@ -66,7 +76,8 @@ class View(NamedTuple):
         """The facts of a mask.
 
         Raises:
-            ValueError: no query of any row may see itself (a prompt fed twice), or what ``pads`` raises.
+            ValueError: no query of any row may see itself (a prompt fed twice), what ``pads`` raises, or a mask that
+                is not causal where slots are no tokens.
         """
         facts, queries = look(mask, self.visible.total), self.visible.queries
         end = min(self.visible.total, mask.shape[-1])
@@ -74,6 +85,11 @@ class View(NamedTuple):
             raise ValueError(FED_TWICE)
         if self.pads is not None and not bool(facts.real[:, :end].all()):
             self.pads()
+        if self.causal_only and not (facts.pads and mask.shape[-1] == self.visible.number.shape[-1]):
+            raise ValueError(
+                "tokens are evicted, and this model changes its keys before attention: a mask that is more than causal "
+                "cannot be applied; leave it out, or use retention 'all'"
+            )
         return facts
 
     def seen(self, mask: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +138,9 @@ class MaskedStates(torch.Tensor):
                 return out
             if name in MAKES_SCORES and carrier._fits(out):
                 return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
+            if name in BREAKS_KEYS and carrier.carried.needed and carrier.carried.plain:
+                view = carrier.carried._replace(needed=False, causal_only=True)
+                return _map(lambda t: cls.wrap(t, view, "watch") if isinstance(t, torch.Tensor) else t, out)
             if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
                 alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
                 single = "" if alone else "feed token by token, or "

@@ -190,7 +190,7 @@ def test_a_cell_of_the_page_over_all_families_is_what_it_says(name, spec, attent
 def test_the_sweep_sees_a_wrong_mask_a_wrong_token_and_a_raw_error(monkeypatch):
     monkeypatch.setattr(known, "OWN_WAYS", {})
     zoo.check.cache_clear()
-    assert zoo.check("gpt_neo", "sink(2,6)", "stock").kind == "wrong"
+    assert zoo.check("gpt_neo", "int8(residual=3)", "stock").kind == "wrong"
     assert zoo.check("diffllama", "int8(residual=3)", "stock").kind == "raw error"
     assert zoo.check("diffllama", zoo.SPECS[-1], "stock").kind == "wrong"
     zoo.check.cache_clear()

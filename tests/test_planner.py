@@ -169,7 +169,8 @@ def planned(family: str) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_spec_of_every_family_is_within_two_percent(family, batch):
     config, stock = recorded(family, batch)
-    for spec in SPECS:
+    last = max(stock.given) - len(stock.layers)  # the last layer that has a cache of its own: others are refused
+    for spec in (spec.replace("skip_layers=-1", f"skip_layers={last}") for spec in SPECS):
         measured = filled(config, stock, spec).nbytes
         said = planned(family).at(spec=spec, batch=batch)
         assert said.cache_bytes == pytest.approx(measured, rel=0.02), spec
