@@ -518,8 +518,8 @@ def kvcache_attention(
         unknown = [name for name, given in kwargs.items() if given is not None and name not in KNOWN]
         if unknown:
             raise ValueError(
-                f"attention 'kvcache' does not know the argument {unknown[0]!r} that {type(module).__name__} hands over: "
-                'leave it out, or call model.set_attn_implementation("sdpa")'
+                f"attention 'kvcache' does not know the argument {unknown[0]!r} that {type(module).__name__} hands "
+                'over: leave it out, or call model.set_attn_implementation("sdpa")'
             )
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
     bias = kwargs.pop("position_bias", None)

@@ -228,6 +228,9 @@ class KVCache(compat.Cache):
         layer: Any = self.layers[layer_idx]
         self._enter(layer_idx, "keys")
         if layer_idx != self._first:
+            before: Any = self.layers[layer_idx - 1]
+            if isinstance(before, KVLayer):
+                before.catch_up()  # no attention has come for what waits there, and none will
             return self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()

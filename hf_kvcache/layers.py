@@ -240,6 +240,7 @@ class KVLayer(compat.CacheLayerMixin):
     is_sliding = False
     torn = False  # an exception came while it stored tokens, and what was there cannot be told from what is new
     record_past = False
+    blind = False  # the last tokens were stored without an attention, by ``catch_up``
     touched = False  # the model took new tokens apart, so that they wait for no attention of ours
     given = skipped = 0  # see ``pretend``
 
@@ -278,7 +279,7 @@ class KVLayer(compat.CacheLayerMixin):
         if self.rope is not None:
             self.rope.clear()
         self.is_initialized = False
-        for name in ("batch_size", "torn", "record_past", "given", "skipped"):
+        for name in ("batch_size", "torn", "blind", "record_past", "given", "skipped"):
             self.__dict__.pop(name, None)
 
     def pretend(self, tokens: int) -> None:
@@ -395,7 +396,7 @@ class KVLayer(compat.CacheLayerMixin):
             if self.by_row and waits and self._attention() == NAME and not with_grad:
                 from .padded import Chunk
 
-                self.chunk = Chunk(self, key_states, value_states)
+                self.chunk, self.blind = Chunk(self, key_states, value_states), False
                 history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
                 return Stored(history, 0), Stored(history, 1)
             with torch.no_grad(), full_precision(key_states.device):
@@ -513,6 +514,7 @@ class KVLayer(compat.CacheLayerMixin):
         """Store tokens that wait for their mask, where no attention of ours followed."""
         if self.chunk is not None:
             self.chunk.resolve(None)
+            self.blind = True
 
     def _moved(self, query: int) -> Moved | None:
         """Where ``reposition`` lets queries stand for the sinks; ``None`` where they may stay."""

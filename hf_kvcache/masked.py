@@ -45,7 +45,7 @@ FED_TWICE = (
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (
     "this retention evicts tokens and the mask hides some (padding): rows would keep them as their first tokens; use "
-    f"rows of equal length, or retention 'all', or {ASK_FOR_OURS}"
+    f"rows of equal length, or retention 'all', or {ASK_FOR_OURS}, with placement 'device'"
 )
 
 

@@ -21,7 +21,7 @@ import torch
 from .attention import NAME, History, Moved, Part, Stored, full_precision
 from .codecs import CODECS
 from .layers import KVLayer, Run, join
-from .masked import ASK_FOR_OURS
+from .masked import ASK_FOR_OURS, PADDED
 from .plan import NOWHERE, Fed, Visible, look
 from .slots import by_number
 from .store import map_state
@@ -42,9 +42,12 @@ class Chunk:
 
     def resolve(self, mask: torch.Tensor | None) -> History:
         """Store these tokens; what they attend to. Looks at the mask once, where the tokens are stored."""
+        layer, new = self.layer, self.keys.shape[2]
+        real = None if mask is None else look(mask, self.fed + new).new(self.fed, new)
+        if self.history is not None and real is not None and not self.history.by_row:
+            layer.padded = True  # stored without a mask, pads and all, before it came
+            raise ValueError(PADDED)
         if self.history is None:
-            layer, new = self.layer, self.keys.shape[2]
-            real = None if mask is None else look(mask, self.fed + new).new(self.fed, new)
             layer.chunk, mark = None, layer.mark()
             try:
                 with torch.no_grad(), full_precision(self.keys.device):
@@ -153,7 +156,7 @@ class PaddedLayer(KVLayer):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(f"layer {self.index} holds padded rows, which take no gradients: use torch.no_grad()")
         self._check(key_states, value_states)
-        self.chunk = Chunk(self, key_states, value_states)
+        self.chunk, self.blind = Chunk(self, key_states, value_states), False
         history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
         return Stored(history, 0), Stored(history, 1)
 

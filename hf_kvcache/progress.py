@@ -71,7 +71,8 @@ class Progress:
         """Tokens of this layer whose attention never came, where that of other layers did."""
         others = [layers[i] for i in self.attention if isinstance(layers[i], KVLayer)]
         layer = layers[index]
-        if layer.waiting and not layer.touched and any(other.defers and not other.waiting for other in others):
+        stored = any(other.defers and not other.waiting and not other.blind for other in others)
+        if layer.waiting and not layer.touched and stored:
             return int(layer.waiting)
         return 0
 

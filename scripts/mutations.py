@@ -49,8 +49,8 @@ MUTATIONS = [
     fault(
         "the first token's scale for all",
         "codecs",
-        "scale = x.abs().amax(-1, keepdim=True) / self.limit",
-        "scale = x[:, :, :1].abs().amax(-1, keepdim=True).expand(*x.shape[:-1], 1) / self.limit",
+        "scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / self.limit * unit",
+        "scale = x[:, :, :1].abs().amax(-1, keepdim=True).expand(*x.shape[:-1], 1) / self.limit * unit",
         "test_codecs.py::test_b53_scales_are_not_frozen_on_the_first_token",
     ),
     fault(
@@ -190,8 +190,8 @@ MUTATIONS = [
     fault(
         "window off by one",
         "layers",
-        "torch.minimum(until, position + retention.window)",
-        "torch.minimum(until, position + retention.window + 1)",
+        "torch.minimum(until, number + self.window)",
+        "torch.minimum(until, number + self.window + 1)",
         "test_caches.py::test_sink_window_is_exact",
     ),
     fault(
@@ -204,7 +204,7 @@ MUTATIONS = [
     fault(
         "a token sealed in mid-chunk counts twice",
         "layers",
-        "until[b:] = self._sealed_since(position[b:])",
+        "until = torch.where(number < self.apart, until, self.sealed_since(number))",
         "pass",
         "test_lowbit.py::test_every_schedule_gives_the_same_logits",
     ),
@@ -239,8 +239,8 @@ MUTATIONS = [
     fault(
         "a prompt fed twice goes through",
         "caches",
-        "if max(lasts) > 0 and (",
-        "if False and (",
+        "again = max(lasts) > 0 and ",
+        "again = False and ",
         "test_caches.py::test_b31_a_prompt_that_is_fully_cached",
     ),
     fault(
@@ -318,8 +318,8 @@ MUTATIONS = [
     fault(
         "pads give attention mass",
         "eviction",
-        "return seen & _real(attention_mask, queries)[:, None, :, None]",
-        "return seen",
+        "return int(observed.any(0).int().argmax()), observed[:, None, :, None]",
+        "return int(observed.any(0).int().argmax()), None",
         "test_eviction.py::test_a_padded_row_is_the_row_alone_in_any_schedule",
     ),
     fault(
@@ -368,21 +368,21 @@ MUTATIONS = [
     fault(
         "softcap ignored",
         "attention",
-        "scores = scores.div_(softcap).tanh_().mul_(softcap)",
-        "pass",
+        "if train else scores.div_(softcap).tanh_().mul_(softcap)",
+        "if train else scores",
         "test_attention.py::test_softcap_and_learned_sinks",
     ),
     fault(
         "learned sinks ignored",
         "attention",
-        "by_head.div_(by_head.sum(-1, keepdim=True) + (aux - peak).exp())",
-        "by_head.div_(by_head.sum(-1, keepdim=True))",
+        "total = by_head.sum(-1, keepdim=True) + (aux - peak).exp()",
+        "total = by_head.sum(-1, keepdim=True)",
         "test_attention.py::test_softcap_and_learned_sinks",
     ),
     fault(
         "fully masked rows give NaN",
         "attention",
-        "probs = probs.masked_fill_(hidden, 0.0)",
+        "probs = probs.masked_fill(hidden, 0.0) if train else probs.masked_fill_(hidden, 0.0)",
         "pass",
         "test_attention.py::test_fully_hidden_rows_give_zeros",
     ),
@@ -392,6 +392,57 @@ MUTATIONS = [
         "return (p.clamp_max(self.edge) - p).to(device)",
         "return (p - p).to(device)",
         "test_eviction.py::test_b112_reposition_equals_a_fresh_window",
+    ),
+    # -- plans and flash kernels
+    fault(
+        "causality dropped where there is no mask",
+        "plan",
+        "return (seen & (self.number[:, None] <= p))[:, None]",
+        "return seen[:, None]",
+        "test_plan.py::test_segments_are_the_rules_and_cover_each_pair_once",
+    ),
+    fault(
+        "segments look ahead",
+        "plan",
+        "start = torch.maximum(visible.since[0], visible.number[0])",
+        "start = visible.since[0]",
+        "test_plan.py::test_segments_are_the_rules_and_cover_each_pair_once",
+    ),
+    fault(
+        "columns of a mask shifted by one",
+        "plan",
+        "column = self.column - max(self.total - mask.shape[-1], 0)",
+        "column = self.column - max(self.total - mask.shape[-1], 0) - 1",
+        "test_plan.py::test_a_mask_speaks_of_tokens_wherever_they_lie test_masks.py::"
+        "test_a_hole_is_a_hole_while_nothing_is_dropped",
+    ),
+    fault(
+        "halves of the queries overlap",
+        "plan",
+        "halve(middle, b, rest)",
+        "halve(middle - 1, b, rest)",
+        "test_plan.py::test_segments_are_the_rules_and_cover_each_pair_once",
+    ),
+    fault(
+        "siblings of a tree taken for pads",
+        "plan",
+        "pads = bool((seen_ == (causal_ & real[:, None, None, :])).all())",
+        "pads = True",
+        "test_plan.py::test_what_a_mask_says",
+    ),
+    fault(
+        "weights of a merge swapped",
+        "flash",
+        "share = torch.sigmoid(lse - level)",
+        "share = torch.sigmoid(level - lse)",
+        "test_flash.py::test_segments_equal_the_definition",
+    ),
+    fault(
+        "queries that see nothing not cleared",
+        "flash",
+        "out = out.masked_fill(dead[..., None], 0.0)",
+        "pass",
+        "test_flash.py::test_masks_per_head_and_queries_that_see_nothing",
     ),
     # -- far tiers
     fault(
