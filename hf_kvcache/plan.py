@@ -59,13 +59,14 @@ class Mask(NamedTuple):
         return None if bool(real.all()) else real
 
 
-_looked: list[tuple[weakref.ref[torch.Tensor], int, Mask]] = []
+_looked: list[tuple[weakref.ref[torch.Tensor], tuple[int, int], Mask]] = []
 
 
 def look(mask: torch.Tensor, total: int) -> Mask:
     """The facts of a mask [B or 1, H or 1, q or 1, columns] of a forward after which ``total`` tokens were fed."""
-    for held, tokens, facts in _looked:
-        if held() is mask and tokens == total:
+    when = total, 0 if mask.is_inference() else mask._version  # written to in place, it is another mask
+    for held, then, facts in _looked:
+        if held() is mask and then == when:
             return facts
     seen = allowed(mask)
     if mask.dtype != torch.bool and bool(((mask == 0) | ~seen).all()):
@@ -81,7 +82,7 @@ def look(mask: torch.Tensor, total: int) -> Mask:
         causal_ = order <= torch.arange(queries, device=mask.device)[:, None]
         pads = bool((seen_ == (causal_ & real[:, None, None, :])).all())
     facts = Mask(mask_, pads, real)
-    _looked.insert(0, (weakref.ref(mask), total, facts))
+    _looked.insert(0, (weakref.ref(mask), when, facts))
     del _looked[4:]
     return facts
 

@@ -169,6 +169,27 @@ def test_a_cache_copied_with_its_model_follows_that_copy(order, how):
     same(feed(twin, new, mine.fork()), feed(model, new, cache.fork()), 2e-4)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_cache_copied_with_a_model_of_nested_configs_follows_both(order, tmp_path):
+    """The whole model's config says whose weights made the states, the decoder's which attention runs."""
+    this = case("gemma3")
+    cache = KVCache.from_spec(this.model.config, "int8")
+    assert cache.config is not this.model.config
+    feed(this.model, prompt(9, 2), cache)
+    mine, twin = copy.deepcopy((cache, this.model)[::order])[::order]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(0.01)
+    new = prompt(3, 2, seed=2)
+    feed(twin, new, mine)
+    assert mine._source is twin.config and mine.config is twin.config.get_text_config()
+    assert cache._source is this.model.config and cache.config is this.model.config.get_text_config()
+    mine.save(tmp_path / "file")
+    KVCache.load(tmp_path / "file", twin)
+    with pytest.raises(ValueError, match="other weights|another model|weights"):
+        KVCache.load(tmp_path / "file", this.model)
+
+
 def test_a_copy_of_a_copy_and_a_lone_copy_follow_the_model():
     model = build(llama_config())
     cache = cache_for(model, "int8")

@@ -391,6 +391,7 @@ CASES = [
         lambda: padded_rows("sink(1,4)+cpu", "kvcache"),
         lambda: (padded_rows("sink(1,4)", "kvcache"), padded_rows("full+cpu", "kvcache")),
     ),
+    Case("Chunk.resolve", "hides some", lambda: late_mask(hides=True), lambda: late_mask(hides=False)),
     Case(
         "EvictionLayer.update",
         "hides some",
@@ -1131,6 +1132,16 @@ def dropped_out(name: str, train: bool = True) -> None:
     feed(model, prompt(9), of(name, model.config))
 
 
+def late_mask(hides: bool) -> Any:
+    """Attention that comes after somebody asked what the layer holds, so that its tokens are stored, pads and all."""
+    cache = on("kvcache", "sink(1,8)")
+    handles = cache.update(*states(6, 2), 0)
+    assert cache.layers[0].keys.shape[2] == 6  # type: ignore[attr-defined]
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[1, ..., 0] = not hides
+    return kvcache_attention(torch.nn.Identity(), torch.ones(2, 2, 6, 8), *handles, mask)
+
+
 def padded_rows(name: str, attention: str, more: int = 0) -> None:
     model, mask = llama(attention), torch.ones(2, 9 + more, dtype=torch.long)
     mask[0, :3] = 0
@@ -1222,6 +1233,9 @@ ELSEWHERE = {
     ("prefix", "PrefixStore._read"): "test_prefix.py::test_a_file_that_another_process_replaced_is_not_served",
     ("masked", "MaskedStates.__torch_function__"): (
         "test_callers.py::test_a_model_that_decodes_its_keys_is_not_told_to_feed_them_one_by_one"
+    ),
+    ("masked", "View.look"): (
+        "test_families.py::test_latents_take_no_mask_that_is_more_than_causal_once_tokens_are_evicted"
     ),
     ("compat", "rotary"): "test_eviction.py::test_normalisation_after_rotation_is_refused",
     ("snapshot", "_load_layer"): "test_snapshot.py::test_tensors_that_do_not_fit_are_refused",

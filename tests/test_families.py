@@ -281,6 +281,24 @@ def test_latents_are_kept_under_our_attention_as_under_stock(spec, sizes):
     torch.testing.assert_close(found[1], found[0], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("columns", [16, 20])
+def test_latents_take_no_mask_that_is_more_than_causal_once_tokens_are_evicted(attention, columns):
+    """The model applies it itself, to slots that are no tokens; a causal one says what is right, whoever made it."""
+    this, ids = case("deepseek_v3"), prompt(20, 2, 90)
+    mask = torch.ones(2, 1, 6, columns).tril(columns - 6).bool()
+    with this.attention(attention), torch.no_grad():
+        cache = KVCache.from_spec(this.model.config, "knorm(budget=10,sinks=2,recent=4)")
+        this.model(ids[:, :14], past_key_values=cache)
+        right = this.model(ids[:, 14:], past_key_values=cache.fork()).logits
+        if columns == 16:
+            out = this.model(ids[:, 14:], past_key_values=cache.fork(), attention_mask=mask).logits
+            torch.testing.assert_close(out, right, atol=2e-4, rtol=1e-4)
+        mask[:, :, 2, 3] = False
+        with pytest.raises(ValueError, match="more than causal"):
+            this.model(ids[:, 14:], past_key_values=cache, attention_mask=mask)
+
+
 def test_latents_are_rolled_back_under_our_attention_while_nothing_is_evicted():
     this, ids = case("deepseek_v3"), prompt(12, 2, 90)
     with this.attention("kvcache"):
