@@ -395,6 +395,8 @@ class KVCache(compat.Cache):
         """
         self._last_updated = None
         self._follow_copy()
+        if self._progress.reached:  # a mask is made before anything is updated, and must not be blamed
+            self._raise_if_uneven()
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], KVLayer):
             ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
             layer_idx = next(ours, layer_idx)
@@ -448,7 +450,7 @@ class KVCache(compat.Cache):
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         target = max(self._longest() + tokens_to_remove, 0)
-        if tokens_to_remove and not target and self._progress.uneven(self.layers):
+        if tokens_to_remove and not target:
             return self.reset()
         layer: Any
         for index, layer in enumerate(self.layers):
