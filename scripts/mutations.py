@@ -440,9 +440,23 @@ MUTATIONS = [
     fault(
         "queries that see nothing not cleared",
         "flash",
-        "out = out.masked_fill(dead[..., None], 0.0)",
-        "pass",
-        "test_flash.py::test_masks_per_head_and_queries_that_see_nothing",
+        "    if dead is not None:\n",
+        "    if False:\n",
+        "test_flash.py::test_segments_equal_the_definition",
+    ),
+    fault(
+        "no segment for sinks that were learned",
+        "flash",
+        "        if s_aux is not None:\n",
+        "        if False:\n",
+        "test_flash.py::test_segments_equal_the_definition",
+    ),
+    fault(
+        "a softcap left out of segments",
+        "flash",
+        "kernel = compat.flash_with_lse(query.device) if softcap is None else None",
+        "kernel = compat.flash_with_lse(query.device)",
+        "test_flash.py::test_segments_equal_the_definition",
     ),
     # -- far tiers
     fault(
