@@ -522,6 +522,8 @@ def kvcache_attention(
                 'over: leave it out, or call model.set_attn_implementation("sdpa")'
             )
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
+        if attention_mask is None and history.fed and query.shape[2] == history.queries:
+            ordered = True  # ``kvcache_mask`` left out a causal mask, whatever the module says of itself (PaliGemma)
     bias = kwargs.pop("position_bias", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if bias is not None:
@@ -709,6 +711,8 @@ def kvcache_mask(
         if attention_mask is None or bool(attention_mask[:, kv_offset : kv_offset + kv_length].all()):
             if attention_mask is None or attention_mask.shape[-1] >= kv_offset + kv_length:
                 return None
+    if known and q_offset and kwargs.get("allow_is_bidirectional_skip"):
+        kwargs["allow_is_bidirectional_skip"] = False  # beside what is cached, no mask means a causal one
     make: Callable[..., Any] = compat.eager_mask if additive else compat.sdpa_mask
     return make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
 

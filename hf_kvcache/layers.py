@@ -421,17 +421,21 @@ class KVLayer(compat.CacheLayerMixin):
         evicts = retention.window is not None and total > retention.sinks + retention.window
         if evicts and self.padded:
             raise ValueError(PADDED)
-        if self.bias and (evicts or self.boundary(total) > min(self.apart, total) and self.storage.has_tail):
-            raise ValueError(
-                f"layer {self.index}: {type(self.config).__name__} biases scores by key position ({self.bias}), and "
-                f"this cache keeps no more than {self._in_order} tokens in their order: use retention 'all' with "
-                "storage 'full', 'int8' or 'fp8', or a longer window or residual"
-            )
+        self._refuse_bias(total)
         attention = self._attention()
         if new > 1 and attention not in (*MASKABLE, NAME, None) and self._needs_mask(self._layout(new), new, False):
             raise ValueError(
                 f"layer {self.index}: this chunk of {new} tokens needs a mask that attention {attention!r} cannot "
                 f"apply: {ASK_FOR_OURS}"
+            )
+
+    def _refuse_bias(self, total: int) -> None:
+        """Where scores are biased by a key's column, columns have to stay tokens."""
+        if self.bias and total > self._in_order:
+            raise ValueError(
+                f"layer {self.index}: {type(self.config).__name__} biases scores by key position ({self.bias}), and "
+                f"this cache keeps no more than {self._in_order} tokens in their order: use retention 'all' with "
+                "storage 'full', 'int8' or 'fp8', or a longer window or residual"
             )
 
     @property
@@ -440,7 +444,7 @@ class KVLayer(compat.CacheLayerMixin):
         storage, window = self.storage, self.retention.window
         plain = max(storage.quantize_after, self.apart + storage.residual + storage.group - 1)
         limits = [plain] * storage.has_tail + ([] if window is None else [self.retention.sinks + window])
-        return min(limits)
+        return min(limits, default=FOREVER)
 
     def _needs_mask(self, layout: Layout, new: int, ordered: bool) -> bool:
         """Whether "all keys up to the query's own token" is not what these queries see."""
@@ -605,6 +609,7 @@ class KVLayer(compat.CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next ``update`` of ``query_length`` tokens returns, position of the first of them)."""
         self.catch_up()
+        self._refuse_bias(self.seen + query_length)  # Falcon adds its bias to the mask, before any update
         slots, total = self._layout(query_length).slots, self.seen + query_length
         if self._attention() == NAME:  # ours finds two slots of a token by itself
             slots = min(slots, total)

@@ -35,6 +35,7 @@ KEEPS_STATES |= set("half bfloat16 repeat_interleave __get__ repeat clone detach
 BREAKS_KEYS = set("linear split split_with_sizes chunk tensor_split cat concat stack einsum".split())
 MAKES_SCORES = set("matmul __matmul__ bmm baddbmm".split())
 KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__ __radd__ tanh to float".split())
+HIDES = ("masked_fill", "masked_fill_")
 RESHAPES = ("view", "reshape", "unflatten")
 
 FED_TWICE = (
@@ -210,9 +211,14 @@ class MaskedStates(torch.Tensor):
             return MaskedStates.wrap(func(*map(_plain, args), **kwargs), self.carried, "scores")
         view = self.carried
         if mask is not None:  # of the model's; a 4-D one may have the columns of a layer with other slots (skip_layers)
-            bias = view.seen(mask) if view.needed else mask
+            hides = func.__name__ in HIDES  # what it marks, where others mark what is seen
+            whole = _plain(mask)[(None,) * (4 - mask.dim())]
+            whole = ~whole if hides else whole
+            bias = view.seen(whole) if view.needed else whole
             if not view.needed:
-                view.look(mask)
+                view.look(whole)
+            bias = ~bias if hides else bias
+            bias = bias[0] if self.dim() == 3 and len(bias) == 1 else bias
             return func(*(_plain(bias if a is mask else a) for a in args), **kwargs)
         hidden = _plain(self)
         if view.needed:
@@ -225,6 +231,8 @@ class MaskedStates(torch.Tensor):
         if other is self or not isinstance(other, torch.Tensor) or other.dim() < 2:
             return False
         visible = self.carried.visible
+        if other.dim() == 3 and visible.queries == 1:  # a bias, head by head (MPT)
+            return False
         columns = other.dim() == 4 or other.shape[-1] == visible.number.shape[-1]
         return columns and other.shape[-2] == visible.queries
 
