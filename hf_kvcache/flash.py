@@ -220,10 +220,7 @@ def _joined(
     parts: list[Any], runs: tuple[tuple[int, int], ...], query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of all runs, side by side."""
-    pieces = [_plain(part, a, b, query) for part, a, b in _slices(parts, runs)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([k for k, _ in pieces], 2), torch.cat([v for _, v in pieces], 2)
+    return _side_by_side([_plain(part, a, b, query) for part, a, b in _slices(parts, runs)])
 
 
 def _blocks(

@@ -227,11 +227,12 @@ def segments(visible: Visible) -> list[Segment]:
         digest.update(t.contiguous().numpy().tobytes())
         digest.update(b";")
     key = digest.digest()
-    if key not in _plans:
-        _plans[key] = _planned(visible)
+    found = _plans.get(key)
+    if found is None:
+        found = _plans[key] = _planned(visible)
         while len(_plans) > 16:
             _plans.popitem(last=False)
-    return _plans[key]
+    return found
 
 
 def _planned(visible: Visible) -> list[Segment]:
