@@ -32,7 +32,7 @@ from .codecs import Codec, fit
 from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
 from .masked import FED_TWICE, MaskedStates, View
-from .plan import Visible, causal, look, segments
+from .plan import Mask, Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
 NAME = "kvcache"
@@ -121,7 +121,9 @@ class History(NamedTuple):
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
+    again: Callable[[torch.Tensor], History] | None = None  # store the one new token anew, now that some rows' are pads
     by_row: bool = False  # pads are not stored: rules without a mask are the rows' own
+    real: torch.Tensor | None = None  # then: which tokens fed were no pads, [B, tokens] bool
     fed: int = 0  # tokens fed before
     queries: int = 0
 
@@ -531,6 +533,7 @@ def kvcache_attention(
     if history.observer is not None:
         run = (module, query, history, attention_mask, scaling, softcap, s_aux)
         return _attend_observed(*run, **kwargs).transpose(1, 2).contiguous(), None
+    history = _without_pads(history, attention_mask)
     queries, tokens = query.shape[2], sum(part.tokens for part in history.parts)
     alone = queries == tokens > 1 and not history.needed and not special and bias is None
     if alone and (ordered or attention_mask is not None):  # a prompt: everything is new
@@ -538,6 +541,20 @@ def kvcache_attention(
         return compat.sdpa_attention_forward(module, query, keys, values, attention_mask, 0.0, scaling, **kwargs)
     out = _attend_history(query, history, attention_mask, scaling, softcap, s_aux, ordered)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without_pads(history: History, mask: torch.Tensor | None) -> History:
+    """Where new tokens that have slots turn out to be pads: rows are counted one by one, or it is refused in time."""
+    if mask is None or history.by_row or (history.again is None and history.pads is None):
+        return history
+    real = look(mask, history.fed + history.queries).new(history.fed, history.queries)
+    if real is None:
+        return history
+    if history.again is not None:
+        return history.again(real)
+    assert history.pads is not None
+    history.pads()
+    return history
 
 
 def _with_bias(
@@ -561,8 +578,6 @@ def _attend_history(
     """Attention over what a layer holds, [B, Hq, q, Dv]; who sees what is the plan's business."""
     parts, queries = history.parts, query.shape[2]
     facts = None if mask is None else look(mask, history.fed + history.queries)
-    if facts is not None and history.pads is not None and facts.new(history.fed, history.queries) is not None:
-        history.pads()
     if facts is None and not history.needed and (queries == 1 or not ordered):
         visible = None  # one query sees all there is
     else:
@@ -579,7 +594,7 @@ def _attend_history(
     if queries <= SMALL:
         seen = _seen_by_few(visible) if facts is None else written(0, queries)
         return attend(query, parts, scaling, seen, softcap, s_aux)
-    if facts is not None and not (history.by_row and facts.pads):
+    if facts is not None and not _says_pads_alone(facts, history):
         return attend_masked(query, parts, written, scaling, softcap, s_aux)
     if visible.number.shape[0] == 1:
         return attend_segments(query, parts, segments(visible), scaling, softcap, s_aux)
@@ -595,6 +610,15 @@ def _attend_history(
         for b in range(query.shape[0])
     ]
     return torch.cat(rows)
+
+
+def _says_pads_alone(facts: Mask, history: History) -> bool:
+    """Whether a mask says no more than that attention is causal, and which tokens are pads: those not stored."""
+    if history.real is None or not facts.pads:
+        return False
+    columns = min(facts.real.shape[-1], history.real.shape[-1])
+    mine, theirs = history.real[:, -columns:], facts.real[:, :columns].to(history.real.device)
+    return torch.equal(mine, theirs.expand_as(mine))
 
 
 def _needs_grad(query: torch.Tensor, parts: list[Part]) -> bool:
@@ -658,7 +682,7 @@ def _attend_observed(
         if at_once:
             seen = None if mask is None and queries == 1 else written
             out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
-        elif queries == tokens > 1 and softcap is None and s_aux is None:
+        elif queries == tokens > 1 and not history.fed and softcap is None and s_aux is None:
             keys, values = (side.to(query.dtype) for side in history.plain())
             own = None if mask is None else attention_mask
             run = (module, query, keys, values, own, 0.0, scaling)
@@ -714,7 +738,10 @@ def kvcache_mask(
     if known and q_offset and kwargs.get("allow_is_bidirectional_skip"):
         kwargs["allow_is_bidirectional_skip"] = False  # beside what is cached, no mask means a causal one
     make: Callable[..., Any] = compat.eager_mask if additive else compat.sdpa_mask
-    return make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
+    mask = make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
+    if mask is not None:
+        mask.from_padding = True  # whom it hides is a pad (``plan.look``)
+    return mask  # type: ignore[no-any-return]
 
 
 def register(compiled: bool | None = None) -> None:

@@ -482,7 +482,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += new
         runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
-        return self._history(parts, rules, needed, layout.doubled, new)
+        history = self._history(parts, rules, needed, layout.doubled, new)
+        return history._replace(again=self._again(keys, values)) if new == 1 else history
 
     def _history(
         self, parts: list[Part], rules: Callable[[], Visible], needed: bool, doubled: bool, new: int
@@ -566,7 +567,27 @@ class KVLayer(compat.CacheLayerMixin):
         rules = partial(slots_of, self.rules, layout, self.seen, 1, self.device)
         self.seen += 1
         parts = [part for run in self.runs if len(run) for part in run.parts()]
-        return self._present(self._history(parts, rules, False, False, 1), None)
+        history = self._history(parts, rules, False, False, 1)
+        return self._present(history._replace(again=self._again(keys, values)), None)
+
+    def _again(self, keys: torch.Tensor, values: torch.Tensor) -> Callable[[torch.Tensor], History] | None:
+        """How to store one token anew, should its mask say that it is a pad in some rows."""
+        return partial(self._store_again, keys, values) if self.by_row else None
+
+    def _store_again(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor) -> History:
+        """The token that was stored last is a pad where ``real`` [B or 1, 1] says so.
+
+        Raises:
+            ValueError: storing it has evicted or sealed others.
+        """
+        from .padded import count_by_row
+
+        try:
+            self.crop(-1)
+        except ValueError:
+            raise ValueError(PADDED) from None
+        with torch.no_grad(), full_precision(keys.device):
+            return count_by_row(self).take(keys, values, real)
 
     @property
     def _hides_sinks(self) -> bool:

@@ -192,7 +192,8 @@ class MaskedStates(torch.Tensor):
         # Not the query's own axis: the heads of one token may lie there. Several tokens without a mask are causal.
         queries = attn_mask.shape[-2] if attn_mask is not None else query.shape[-2] if is_causal else 1
         view, key, value = self.carried.of_last(queries), _plain(key), _plain(value)
-        if view.needed:
+        fits = attn_mask is None or attn_mask.shape[-1] == view.visible.number.shape[-1]
+        if view.needed or not fits:
             attn_mask, is_causal = view.seen(attn_mask), False
             if attn_mask.dtype != torch.bool:
                 attn_mask = attn_mask.to(query.dtype)
@@ -214,8 +215,9 @@ class MaskedStates(torch.Tensor):
             hides = func.__name__ in HIDES  # what it marks, where others mark what is seen
             whole = _plain(mask)[(None,) * (4 - mask.dim())]
             whole = ~whole if hides else whole
-            bias = view.seen(whole) if view.needed else whole
-            if not view.needed:
+            fits = whole.shape[-1] == view.visible.number.shape[-1]
+            bias = whole if fits and not view.needed else view.seen(whole)
+            if bias is whole:
                 view.look(whole)
             bias = ~bias if hides else bias
             bias = bias[0] if self.dim() == 3 and len(bias) == 1 else bias

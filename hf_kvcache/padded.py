@@ -47,6 +47,12 @@ class Chunk:
         if self.history is not None and real is not None and not self.history.by_row:
             layer.padded = True  # stored without a mask, pads and all, before it came
             raise ValueError(PADDED)
+        if self.history is None and real is not None and layer.bias:
+            layer.chunk = None
+            raise ValueError(
+                f"layer {layer.index}: {type(layer.config).__name__} biases scores by key position ({layer.bias}), and "
+                "pads are not stored: use rows of equal length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
+            )
         if self.history is None:
             layer.chunk, mark = None, layer.mark()
             try:
@@ -243,7 +249,7 @@ class PaddedLayer(KVLayer):
         parts, new = [part for part, _, _ in seen], number.shape[1]
         return History(
             parts, lambda: rules, True, *self.dtypes, moved=moved, batch=self.batch_size, by_row=True,
-            fed=self.seen - new, queries=new,
+            real=self.fed.whole(), fed=self.seen - new, queries=new,
         )  # fmt: skip
 
     # -- transformers: asking ----------------------------------------------------------------------------------------

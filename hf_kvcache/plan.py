@@ -51,22 +51,24 @@ class Mask(NamedTuple):
     mask: torch.Tensor  # [B or 1, H or 1, q or 1, columns]: bool, or additive where it is more than yes and no
     pads: bool  # it is causal but for columns that no query sees
     real: torch.Tensor  # [B or 1, columns] bool: columns that some query sees
+    padding: bool  # it was made of a padding mask (``from_padding``), and is not the caller's own
 
     def new(self, fed: int, tokens: int) -> torch.Tensor | None:
         """Which of the ``tokens`` tokens after ``fed`` others are no pads, [B or 1, tokens]; ``None``: all of them."""
         end = min(fed + tokens, self.real.shape[-1])
         real = self.real[:, end - tokens : end]
+        if not self.padding:  # whom nobody sees yet at the end, later forwards may see
+            real = real | (real.flip(1).cumsum(1).flip(1) == 0)
         return None if bool(real.all()) else real
 
 
-_looked: list[tuple[weakref.ref[torch.Tensor], tuple[int, int], Mask]] = []
+_looked: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int, Mask]] = []
 
 
 def look(mask: torch.Tensor, total: int) -> Mask:
     """The facts of a mask [B or 1, H or 1, q or 1, columns] of a forward after which ``total`` tokens were fed."""
-    when = total, 0 if mask.is_inference() else mask._version  # written to in place, it is another mask
-    for held, then, facts in _looked:
-        if held() is mask and then == when:
+    for held, copy, then, facts in _looked:
+        if held() is mask and then == total and torch.equal(copy, mask):  # written to in place, it is another mask
             return facts
     seen = allowed(mask)
     if mask.dtype != torch.bool and bool(((mask == 0) | ~seen).all()):
@@ -81,9 +83,9 @@ def look(mask: torch.Tensor, total: int) -> Mask:
         order = torch.arange(columns, device=mask.device) - (last - queries)
         causal_ = order <= torch.arange(queries, device=mask.device)[:, None]
         pads = bool((seen_ == (causal_ & real[:, None, None, :])).all())
-    facts = Mask(mask_, pads, real)
-    _looked.insert(0, (weakref.ref(mask), when, facts))
-    del _looked[4:]
+    facts = Mask(mask_, pads, real, getattr(mask, "from_padding", False))
+    _looked[:] = [entry for entry in _looked[:3] if entry[0]() is not None]
+    _looked.insert(0, (weakref.ref(mask), mask.detach().clone(), total, facts))
     return facts
 
 
