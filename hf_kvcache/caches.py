@@ -450,12 +450,14 @@ class KVCache(compat.Cache):
         tokens_to_remove = int(tokens_to_remove)  # some versions of assisted generation hand over a tensor
         self.check_crop(tokens_to_remove)
         target = max(self._longest() + tokens_to_remove, 0)
-        if tokens_to_remove and not target:
+        if tokens_to_remove and not target and self._progress.uneven(self.layers):
             return self.reset()
         layer: Any
         for index, layer in enumerate(self.layers):
             removed = layer.get_seq_length() - target if index in self._progress.attention else -tokens_to_remove
-            if removed or getattr(layer, "record_past", False):  # stock layers do not take crop(0)
+            if isinstance(layer, WindowLayer) and removed and not target:
+                layer.reset()  # a full window cannot be cropped, but it can be left
+            elif removed or getattr(layer, "record_past", False):  # stock layers do not take crop(0)
                 layer.crop(-removed)
         if tokens_to_remove:
             self._progress.begin(target)

@@ -12,7 +12,7 @@ from models import build, feed, greedy, llama, llama_config, prompt, states
 from test_caches import gemma3_config, gradients, mistral_config, qwen3_next_config
 from transformers import AutoConfig, DynamicCache
 
-from hf_kvcache import EvictionCache, KVCache, OffloadedCache, QuantizedCache
+from hf_kvcache import EvictionCache, KVCache, OffloadedCache, QuantizedCache, compat
 from hf_kvcache.layers import KVLayer, WindowLayer
 from hf_kvcache.prefix import rewind
 
@@ -375,6 +375,7 @@ def test_windows_take_what_they_would_hold(config, given):
 # -- ways out that are ones --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not compat.ASKS_FOR_STATES, reason="older transformers hand over no positions to count with")
 @pytest.mark.parametrize("shorter", [0, 1, 4])
 def test_a_prompt_that_is_cached_already_is_told_how_many_to_take_back(shorter):
     model, ids = llama(), prompt(12)

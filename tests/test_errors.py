@@ -306,7 +306,7 @@ CASES = [
         lambda: [of(x, BLOOM) for x in ("full", "int8", "fp8")],
     ),
     Case(
-        "KVLayer._refuse",
+        "KVLayer._refuse_bias",
         "biases scores",
         lambda: updated(of("sink(1,4)", BLOOM), torch.ones(1, 2, 9, 8)),
         lambda: [updated(of(x, BLOOM), torch.ones(1, 2, 9, 8)) for x in ("full", "int8", "fp8", "sink(1,8)", "int4")],

@@ -59,6 +59,10 @@ def test_padded_rows_are_what_dynamic_cache_gives(family, attention):
     this = needed(family)
     mask = torch.ones_like(this.ids)
     mask[1, : 1 if family in families.IMAGES else 5] = 0  # an image begins at the second token
+    if family == "mpt":  # its generate feeds the whole prompt again in every step, beside a mask
+        with pytest.raises(ValueError, match="already holds"):
+            this.generate(KVCache(this.model.config), attention_mask=mask)
+        return
     right = this.generate(DynamicCache(config=this.model.config), attention_mask=mask).sequences
     with this.attention(attention):
         assert torch.equal(this.generate(KVCache(this.model.config), attention_mask=mask).sequences, right)

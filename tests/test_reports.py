@@ -91,7 +91,8 @@ def test_b96_a_forward_without_a_cache_fills_none(made, attention, training):
 def test_b07_a_cache_that_is_not_to_be_used_is_refused(spec):
     """``use_cache=False`` feeds the whole text at every step: into a cache it would go again and again."""
     model = llama(attention_of(spec))
-    with pytest.raises(ValueError, match="use_cache=False pass no cache"):
+    # Older transformers hand over no positions: there, only the mask shows it, which hides what comes last.
+    with pytest.raises(ValueError, match="use_cache=False pass no cache|the mask hides some"):
         greedy(model, prompt(9), cache_for(model, spec), 4, use_cache=False)
 
 
