@@ -741,7 +741,7 @@ def kvcache_mask(
     mask = make(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
     if mask is not None:
         mask.from_padding = True  # whom it hides is a pad (``plan.look``)
-    return mask  # type: ignore[no-any-return]
+    return mask
 
 
 def register(compiled: bool | None = None) -> None:

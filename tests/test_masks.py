@@ -156,6 +156,42 @@ def test_pads_that_first_come_in_a_later_turn(spec, sizes):
     torch.testing.assert_close(out[1:, 2:], expected, atol=2e-4 if spec.startswith("sink") else 2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("spec", ["sink(2,60)", "int4", "int4(group=4,residual=4,sinks=1)", "sink(2,6)"])
+@torch.no_grad()
+def test_a_pad_that_comes_alone(spec):
+    """A row that has ended, in a forward of one token; long chunks after it see no more of it than short ones."""
+    model, ids, mask = llama("kvcache"), prompt(25, 2), torch.ones(2, 25, dtype=torch.long)
+    mask[1, 4] = 0
+    cache, positions = KVCache.from_spec(model.config, spec), mask.cumsum(-1) - 1
+    for a, b in ((0, 4), (4, 5), (5, 25)):
+        asked = dict(attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache)
+        out = model(ids[:, a:b], **asked).logits
+    expected = model(ids[1:][:, mask[1].bool()], past_key_values=KVCache.from_spec(model.config, spec)).logits
+    torch.testing.assert_close(out[1:], expected[:, 4:], atol=2e-4 if "int4(" not in spec else 2e-2, rtol=0)
+
+
+@torch.no_grad()
+def test_a_pad_that_comes_alone_when_tokens_are_gone_is_refused():
+    model, ids, mask = llama("kvcache"), prompt(12, 2), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 11] = 0
+    cache = KVCache.from_spec(model.config, "sink(2,6)")
+    model(ids[:, :11], past_key_values=cache)
+    with pytest.raises(ValueError, match="hides some"):
+        model(ids[:, 11:], attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_token_that_nobody_sees_yet_is_no_pad():
+    """Each token sees those before it only."""
+    model, ids = llama("kvcache"), prompt(8)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril(-1)
+    mask[0, 0] = True
+    expected = run(model, ids, mask, DynamicCache(config=model.config), "kvcache", [2, 4, 6, 8])
+    for spec in ("sink(2,60)", "int8(residual=40)", "knorm(budget=60)"):
+        out = run(model, ids, mask, KVCache.from_spec(model.config, spec), "kvcache", [2, 4, 6, 8])
+        torch.testing.assert_close(out, expected, atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("spec", ["full", "sink(2,40)", "int8(residual=40)"])
 @torch.no_grad()

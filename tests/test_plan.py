@@ -88,6 +88,9 @@ def test_a_mask_speaks_of_tokens_wherever_they_lie(additive, heads, missing):
 def test_what_a_mask_says():
     real = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()  # pads on the left, and on the right
     padded = (torch.ones(4, 6, dtype=torch.bool).tril(2) & real[:, None])[:, None]
+    assert look(padded, 6).new(2, 4) is None  # of a caller's mask: later forwards may see what comes last
+    padded = padded.clone()
+    padded.from_padding = True
     facts = look(padded, 6)
     assert facts.pads and torch.equal(facts.new(2, 4), real[:, 2:]) and torch.equal(facts.real, real)
     additive = torch.zeros(padded.shape).masked_fill(~padded, torch.finfo(torch.float32).min)
