@@ -108,7 +108,7 @@ class Slots:
         if new is None:
             units = self.units()
             return map_state(units.keys, fn), map_state(units.values, fn)
-        if self.keys is None:
+        if not self.used:
             return map_state(new.keys, fn), map_state(new.values, fn)
         mine = self.units()
         return map_pairs(mine.keys, new.keys, fn), map_pairs(mine.values, new.values, fn)
@@ -132,7 +132,7 @@ class Slots:
 
     def append(self, unit: Part, position: torch.Tensor, score: torch.Tensor, limit: int | None) -> None:
         """One more unit [B, H, 1, ...] for every row and head."""
-        if self.keys is None:
+        if not self.used:
             return self.fill(unit, position, score)
         self.grow(limit)
         slot = self.used

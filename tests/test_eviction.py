@@ -356,6 +356,33 @@ def test_b15_row_operations_move_everything(store: str, extra: str) -> None:
         assert copy.layers[0].positions.shape[0] == 3
 
 
+@pytest.mark.parametrize("place", ["", "+cpu"])
+@pytest.mark.parametrize("rows", [[0, 0, 1], [1]], ids=str)
+def test_rows_change_while_no_encoded_group_is_left(rows: list[int], place: str) -> None:
+    """All of them had to go: what comes into their slots later has the new number of rows."""
+    config = llama_config()
+    config._attn_implementation = "sdpa"
+    name = f"int4(group=4,residual=2,sinks=0)+knorm(budget=12,sinks=3,recent=4){place}"
+    moved, built = (KVCache.from_spec(config, name) for _ in range(2))
+    states = torch.randn(2, 2, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+
+    def step(cache: KVCache, some: torch.Tensor, token: int) -> None:
+        for layer in range(2):
+            cache.update(*some[..., token : token + 1, :], layer)
+
+    for token in range(14):
+        step(moved, states, token)
+        step(built, states[:, rows], token)
+    assert moved.layers[0].kept_slots.used == 0 and moved.layers[0].kept_slots.keys is not None
+    moved.batch_select_indices(torch.tensor(rows))
+    for token in range(14, 40):
+        step(moved, states[:, rows], token)
+        step(built, states[:, rows], token)
+    for mine, fresh in zip(moved.layers, built.layers, strict=True):
+        torch.testing.assert_close(mine.positions, fresh.positions)
+        torch.testing.assert_close(mine.keys, fresh.keys)
+
+
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "expected"])
 @torch.no_grad()
 def test_adaptive_heads_share_real_memory(policy: str) -> None:
