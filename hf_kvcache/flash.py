@@ -9,26 +9,31 @@ value: o = sigmoid(l - s_aux) o. Merging is float32; kernels compute in the mode
 SDPA does.
 
 Plain runs are read where they lie. Encoded ones are decoded a block at a time into the model's dtype, at most BLOCK
-values, so that no decoded copy of the history exists. All G query heads of a KV head are rows of one product where
-there is no mask; elsewhere keys are views that stand for G heads.
+values, each block once for all segments that read it, so that no decoded copy of the history exists. The G query heads
+of a KV head are rows of one product, and segments that look alike at equal distances are heads of one call: all of them
+are views of queries that were laid out once.
+
+    query [B, H, q G, D]  ->  [B H, times, size G, D]        keys [B, H, n, D]  ->  [B H, times, width, D]
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import compat
-from .plan import LEAF, Segment
+from .plan import FEW, LEAF, Segment
 from .store import repeat_rows
 
-BLOCK = 1 << 20  # values that are decoded at a time, and at most half of a part of more than LONG tokens
+BLOCK = 1 << 21  # values that are decoded at a time, and at most half of a part of more than LONG tokens
 LONG = 1024
 ROWS = 1 << 22  # float32 scores of the plain path at a time
 KEYS = 2048  # keys of a run under a mask of the caller's
+QUERIES = 256  # and queries
+SCATTERED = 8  # runs of one segment in one block that are worth a call each
 
 
 def attend_segments(
@@ -50,16 +55,94 @@ def attend_segments(
     Returns:
         [B, Hq, q, Dv] in the query's dtype; a query that sees nothing gets zeros.
     """
-    merged = Merged(query, parts)
-    for start, stop, runs, mask in plan:
-        rows = query[:, :, start:stop]
-        if mask is None:
-            for keys, values in _blocks(parts, runs, query):
-                merged.add(start, stop, *partial(rows, keys, values, scaling, softcap))
-        else:
-            (keys, values), (bias, dead) = _joined(parts, runs, query), _as_bias(mask, query)
-            merged.add(start, stop, *partial(rows, keys, values, scaling, softcap, bias, dead))
-    return merged.result(s_aux)
+    batch, heads = query.shape[0], parts[0].keys[0].shape[1]
+    groups = query.shape[1] // heads
+    rows = query.unflatten(1, (heads, groups)).transpose(2, 3).flatten(2, 3)  # [B, H, q G, D]
+    merged = Merged(rows, parts[0].values[0].shape[-1], LEAF * groups)
+    for block in _blocks(parts, query):
+        some = [slice(j, None, batch // block.rows) for j in range(batch // block.rows)]  # which may share its rows
+        for piece in (piece for segment in plan for piece in _pieces(segment, block.first, block.last)):
+            at = Window(piece.start * groups, piece.size * groups, piece.step * groups, piece.times)
+            for these in some:
+                out, lse = _attend_piece(at.of(rows[these]), block, piece, groups, scaling, softcap)
+                merged.add(these, at, out, lse)
+    return merged.result(s_aux, groups)
+
+
+class Window(NamedTuple):
+    """``times`` runs of ``size`` rows, each ``step`` after the one before."""
+
+    first: int
+    size: int
+    step: int = 0
+    times: int = 1
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """Those of [B, H, n, ...], as a view [B, H, times, size, ...]; to be read only where they overlap."""
+        a, b, n, *rest = t.stride()
+        shape = (*t.shape[:2], self.times, self.size, *t.shape[3:])
+        return t.as_strided(shape, (a, b, self.step * n, n, *rest), t.storage_offset() + self.first * n)
+
+
+class Piece(NamedTuple):
+    """What one block has of a segment: ``times`` windows of queries, over as many windows of its keys."""
+
+    start: int  # of the first window of queries
+    size: int
+    step: int = 0
+    times: int = 1
+    keys: Any = (
+        0,
+        0,
+    )  # (first, last + 1) of the first window of keys, from the block's first; or all of them, [n] int64
+    shift: int = 0
+    mask: torch.Tensor | None = None  # the segment's, of which these keys have columns ``x:y``, or [n] int64
+    columns: Any = (0, 0)
+
+
+def _pieces(segment: Segment, x: int, y: int) -> Iterator[Piece]:
+    """A segment in slots ``x:y``: neighbouring windows of which the same part lies inside are one piece."""
+    start, stop, runs, mask, times, step, shifts = segment
+    size, column = stop - start, 0
+    if times == 1 and sum(a < y and b > x for a, b in runs) > SCATTERED:
+        slots = torch.cat([torch.arange(a, b) for a, b in runs])
+        (columns,) = ((slots >= x) & (slots < y)).nonzero(as_tuple=True)
+        yield Piece(start, size, keys=slots[columns] - x, mask=mask, columns=columns)
+        return
+    for (a, b), shift in zip(runs, shifts or (0,) * len(runs), strict=True):
+        first, cut = 0, (0, 0)  # the first of the windows at work, and what of them lies inside
+        for i in range(times + 1):
+            low, high = max(a, x - i * shift), min(b, y - i * shift)
+            now = (low, high) if i < times and low < high else (0, 0)
+            if now == cut:
+                continue
+            if cut[1]:
+                keys = (cut[0] + first * shift - x, cut[1] + first * shift - x)
+                columns = (column + cut[0] - a, column + cut[1] - a)
+                yield Piece(start + first * step, size, step, i - first, keys, shift, mask, columns)
+            first, cut = i, now
+        column += b - a
+
+
+def _attend_piece(
+    query: torch.Tensor, block: Block, piece: Piece, groups: int, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, H, times, s, Dv] and log-sum-exp [B, H, times, s] of queries [B, H, times, s, D]."""
+    keys, values = block.decoded()  # [B, H, n, D]
+    if isinstance(piece.keys, tuple):
+        first, last = piece.keys
+        there = Window(first, last - first, piece.shift, piece.times)
+        k, v = there.of(keys), there.of(values)
+    else:
+        index = piece.keys.to(keys.device)
+        k, v = keys[:, :, None, index], values[:, :, None, index]
+    bias, dead = (None, None) if piece.mask is None else _as_bias(piece, groups, query)
+    q, k, v = (t.flatten(0, 1) for t in (_widened(query, keys.shape[-1]), k, v))
+    kernel = compat.flash_with_lse(query.device) if softcap is None else None
+    out, lse = kernel(q, k, v, scaling, bias) if kernel else partial_reference(q, k, v, scaling, bias, softcap)
+    if dead is not None:
+        lse, out = lse.masked_fill(dead, float("-inf")), out.masked_fill(dead[..., None], 0.0)
+    return out[..., : block.value_width].unflatten(0, query.shape[:2]), lse.unflatten(0, query.shape[:2])
 
 
 def attend_masked(
@@ -72,9 +155,10 @@ def attend_masked(
 ) -> torch.Tensor:
     """As ``attend_segments`` for a mask that is no plan: ``mask(start, stop)`` is that of queries ``start:stop``,
     [B or 1, 1, H or Hq, stop - start or 1, n], bool or additive."""
-    merged, heads, total = Merged(query, parts), parts[0].keys[0].shape[1], sum(part.tokens for part in parts)
-    for start in range(0, query.shape[2], LEAF):
-        stop = min(start + LEAF, query.shape[2])
+    heads, total = parts[0].keys[0].shape[1], sum(part.tokens for part in parts)
+    merged = Merged(query, parts[0].values[0].shape[-1], QUERIES)
+    for start in range(0, query.shape[2], QUERIES):
+        stop = min(start + QUERIES, query.shape[2])
         rows, seen = query[:, :, start:stop], mask(start, stop)
         for a in range(0, total, KEYS):
             b = min(a + KEYS, total)
@@ -83,40 +167,46 @@ def attend_masked(
                 continue
             keys, values = _joined(parts, ((a, b),), query)
             bias, dead = _bias(_by_query_head(some, heads, query.shape[1]), query.dtype)
-            merged.add(start, stop, *partial(rows, keys, values, scaling, softcap, bias, dead))
+            out, lse = partial(rows, keys, values, scaling, softcap, bias, dead)
+            merged.add(slice(None), Window(start, stop - start), out[:, :, None], lse[:, :, None])
     return merged.result(s_aux)
 
 
 class Merged:
-    """The softmax over all that was added so far, for blocks of LEAF queries."""
+    """The softmax over all that was added so far: of rows [B, H, n, D], looked after in runs of ``unit``."""
 
-    def __init__(self, query: torch.Tensor, parts: list[Any]) -> None:
-        batch, heads, queries, _ = query.shape
-        width = parts[0].values[0].shape[-1]
-        self.dtype = query.dtype
-        precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-        self.out = query.new_zeros(batch, heads, queries, width, dtype=precision)
-        self.lse = query.new_full((batch, heads, queries), float("-inf"), dtype=precision)
-        self.touched = bytearray(-(-queries // LEAF))
+    def __init__(self, rows: torch.Tensor, width: int, unit: int) -> None:
+        self.dtype, self.unit = rows.dtype, unit
+        precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        self.out = rows.new_zeros(*rows.shape[:3], width, dtype=precision)
+        self.lse = rows.new_full(rows.shape[:3], float("-inf"), dtype=precision)
+        self.touched = bytearray(-(-rows.shape[2] // unit))
 
-    def add(self, start: int, stop: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """What queries ``start:stop`` found: out [B, Hq, s, Dv], lse [B, Hq, s]."""
-        blocks = slice(start // LEAF, -(-stop // LEAF))
-        mine, level = self.out[:, :, start:stop], self.lse[:, :, start:stop]
-        if not any(self.touched[blocks]):
+    def add(self, some: slice, at: Window, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """What ``some`` of the batch found at a window of the rows: out [B, H, times, size, Dv], lse without Dv."""
+        mine, level = at.of(self.out[some]), at.of(self.lse[some])
+        starts = (at.first + i * at.step for i in range(at.times))
+        runs = [slice(a // self.unit, -(-(a + at.size) // self.unit)) for a in starts]
+        fresh = not any(any(self.touched[run]) for run in runs)
+        for run in runs:
+            self.touched[run] = b"\1" * len(self.touched[run])
+        if fresh:
             mine.copy_(out)
             level.copy_(lse)
-            self.touched[blocks] = b"\1" * len(self.touched[blocks])
             return
         share = torch.sigmoid(lse - level).nan_to_num_(0.0)  # both -inf: nothing was seen yet
         mine.lerp_(out.to(mine.dtype), share[..., None])
         level.copy_(torch.logaddexp(level, lse.to(level.dtype)))
 
-    def result(self, s_aux: torch.Tensor | None) -> torch.Tensor:
-        """The output in the query's dtype."""
+    def result(self, s_aux: torch.Tensor | None, groups: int = 1) -> torch.Tensor:
+        """The output in the query's dtype, [B, Hq, q, Dv], of rows that are ``groups`` heads of each query."""
         if s_aux is not None:
-            self.out.mul_(torch.sigmoid(self.lse - s_aux.to(self.lse.dtype)[None, :, None])[..., None])
-        return self.out.to(self.dtype)
+            sinks = s_aux.to(self.lse.dtype).view(-1, 1, groups)
+            self.out.unflatten(2, (-1, groups)).mul_(
+                torch.sigmoid(self.lse.unflatten(2, (-1, groups)) - sinks)[..., None]
+            )
+        out = self.out.unflatten(2, (-1, groups)).transpose(1, 2)  # [B, q, H, G, Dv]: as models go on with it
+        return out.to(self.dtype, memory_format=torch.contiguous_format).flatten(2, 3).transpose(1, 2)
 
 
 def partial(
@@ -223,29 +313,55 @@ def _joined(
     return _side_by_side([_plain(part, a, b, query) for part, a, b in _slices(parts, runs)])
 
 
-def _blocks(
-    parts: list[Any], runs: tuple[tuple[int, int], ...], query: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tokens of all runs, a bounded number of decoded ones at a time; short runs come with others."""
-    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-    held = 0
-    for part, a, b in _slices(parts, runs):
-        batch, heads, width = part.keys[0].shape[0], part.keys[0].shape[1], part.keys[0].shape[-1]
-        most = min(BLOCK // (batch * heads * width), part.tokens // 2 if part.tokens > LONG else part.tokens)
-        most = max(most // part.group, 1) * part.group
-        as_it_is = part.key_codec.lossless and part.value_codec.lossless and part.keys[0].dtype == query.dtype
-        if as_it_is and b - a > LEAF:
-            yield _plain(part, a, b, query)
+def _widened(t: torch.Tensor, width: int) -> torch.Tensor:
+    return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
+
+
+class Block:
+    """Neighbouring slots that are decoded together, when somebody asks, once."""
+
+    def __init__(self, first: int, runs: list[tuple[Any, int, int]], dtype: torch.dtype) -> None:
+        part = runs[0][0]
+        self.first, self.last = first, first + sum(b - a for _, a, b in runs)
+        self.rows, self.value_width = part.keys[0].shape[0], part.values[0].shape[-1]
+        self._runs, self._dtype = runs, dtype
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [r, H, n, D] of the rows that the part holds; kernels want both to be as wide."""
+        if self._states is None:
+            pieces = [part.block(a, b) for part, a, b in self._runs]
+            keys, values = _side_by_side(
+                [
+                    (part.key_codec.decode(part.keys, self._dtype), part.value_codec.decode(part.values, self._dtype))
+                    for part in pieces
+                ]
+            )
+            wide = max(keys.shape[-1], values.shape[-1])
+            self._states = _widened(keys, wide), _widened(values, wide)
+        return self._states
+
+
+def _blocks(parts: list[Any], query: torch.Tensor) -> Iterator[Block]:
+    """All slots in order; where a part has to be decoded, a bounded number of them at a time. Short plain parts
+    before it come with its first block."""
+    first, waiting = 0, []
+    for part in parts:
+        rows, heads, width = part.keys[0].shape[0], part.keys[0].shape[1], part.keys[0].shape[-1]
+        plain = part.key_codec.lossless and part.value_codec.lossless and part.keys[0].dtype == query.dtype
+        if waiting and (waiting[0][0].keys[0].shape[0] != rows or (plain and part.tokens > FEW)):
+            yield (block := Block(first, waiting, query.dtype))
+            first, waiting = block.last, []
+        if plain and part.tokens <= FEW:
+            waiting.append((part, 0, part.tokens))
             continue
-        for x in range(a, b, most):
-            y = min(x + most, b)
-            waiting.append(_plain(part, x, y, query))
-            held += y - x
-            if held >= most:
-                yield _side_by_side(waiting)
-                waiting, held = [], 0
+        most = min(BLOCK // (rows * heads * width), part.tokens // 2 if part.tokens > LONG else part.tokens)
+        most = part.tokens if plain else max(most // part.group, 1) * part.group
+        for a in range(0, part.tokens, max(most, 1)):
+            yield (block := Block(first, [*waiting, (part, a, min(a + most, part.tokens))], query.dtype))
+            first, waiting = block.last, []
     if waiting:
-        yield _side_by_side(waiting)
+        yield Block(first, waiting, query.dtype)
 
 
 def _side_by_side(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,17 +372,21 @@ def _side_by_side(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torc
 
 # -- masks -------------------------------------------------------------------------------------------------------------
 
-_biases: OrderedDict[tuple[int, torch.dtype, torch.device], Any] = OrderedDict()
+_biases: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
-def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A plan's mask [s, n] as ``_bias`` on the query's device, made once for all layers."""
-    key = (id(mask), query.dtype, query.device)
+def _as_bias(piece: Piece, groups: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A piece's mask as ``_bias`` on the query's device, for ``groups`` rows of each query; once for all layers."""
+    mask, columns = piece.mask, piece.columns
+    assert mask is not None
+    scattered = not isinstance(columns, tuple)
+    key = (id(mask), tuple(columns.tolist()) if scattered else columns, groups, query.dtype, query.device)
     found = _biases.get(key)
     if found is None or found[0] is not mask:
-        found = (mask, *_bias(mask.to(query.device)[None, None], query.dtype))
+        some = mask[:, columns] if scattered else mask[:, slice(*columns)]
+        found = (mask, *_bias(some.repeat_interleave(groups, 0)[None, None].to(query.device), query.dtype))
         _biases[key] = found
-        while len(_biases) > 64:
+        while len(_biases) > 32:
             _biases.popitem(last=False)
     return found[1], found[2]
 

@@ -28,16 +28,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 FOREVER = torch.iinfo(torch.int64).max
 NOWHERE = -1  # number of an empty slot: nobody sees it
-LEAF = 256  # queries that share a mask
-FEW = 128  # keys that are not worth a run of their own
+LEAF = 64  # queries that share a mask
+FEW = 128  # keys that are not worth a run of their own beside others that only some queries see
 
 Run = tuple[int, int]  # slots a .. b - 1
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def allowed(mask: torch.Tensor) -> torch.Tensor:
@@ -197,12 +199,32 @@ class Visible(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Queries ``start:stop`` see these runs of slots: all of them, or by ``mask`` [stop - start, keys] bool."""
+    """Queries ``start:stop`` see these runs of slots: all of them, or by ``mask`` [stop - start, keys] bool, whose
+    columns are the runs one after the other. So do ``times - 1`` further blocks of queries, each ``step`` queries after
+    the one before it, with runs that lie ``shifts`` slots later each time."""
 
     start: int
     stop: int
     runs: tuple[Run, ...]
     mask: torch.Tensor | None
+    times: int = 1
+    step: int = 0
+    shifts: tuple[int, ...] = ()
+
+    def each(self) -> list[Segment]:
+        """The same, block by block."""
+        return [
+            Segment(
+                self.start + i * self.step,
+                self.stop + i * self.step,
+                tuple(
+                    (x + i * d, y + i * d)
+                    for (x, y), d in zip(self.runs, self.shifts or (0,) * len(self.runs), strict=True)
+                ),
+                self.mask,
+            )
+            for i in range(self.times)
+        ]
 
 
 @lru_cache(maxsize=4)
@@ -238,8 +260,8 @@ def segments(visible: Visible) -> list[Segment]:
 
 
 def _planned(visible: Visible) -> list[Segment]:
-    start = torch.maximum(visible.since[0], visible.number[0]).masked_fill(visible.number[0] < 0, FOREVER)
-    end, query = visible.until[0], visible.query[0]
+    number, since, until, query = (t[0].numpy() for t in visible[:4])
+    start, end = np.where(number < 0, FOREVER, np.maximum(since, number)), until
     found: list[Segment] = []
 
     def halve(a: int, b: int, runs: list[Run]) -> None:
@@ -249,17 +271,15 @@ def _planned(visible: Visible) -> list[Segment]:
             sees, misses = _split(start[run[0] : run[1]], end[run[0] : run[1]], low, high, run[0])
             every += sees
             rest += misses
-        if not every and not rest:
-            return
-        leaf = b - a <= LEAF
-        if sum(y - x for x, y in every) >= (1 if leaf and not rest else FEW):
-            found.append(Segment(a, b, tuple(every), None))
-        else:
-            rest = sorted(rest + every)
+        beside = {edge for run in rest for edge in run}
+        alone = [run for run in every if run[1] - run[0] >= FEW or not beside & {*run}]
+        if alone:
+            found.append(Segment(a, b, tuple(alone), None))
+        rest = _joined(rest + [run for run in every if run not in alone])
         if not rest:
             return
-        if leaf:
-            keys = torch.cat([torch.arange(x, y) for x, y in rest])
+        if b - a <= LEAF:
+            keys = np.concatenate([np.arange(x, y) for x, y in rest])
             p = query[a:b, None]
             mask = (start[keys] <= p) & (p < end[keys])
             used = mask.any(0)  # what only other queries see
@@ -270,39 +290,65 @@ def _planned(visible: Visible) -> list[Segment]:
         halve(middle, b, rest)
 
     if visible.queries:
-        halve(0, visible.queries, [(0, visible.number.shape[1])])
-    return found
+        halve(0, visible.queries, [(0, len(number))])
+    return _repeated(found)
 
 
-def _split(start: torch.Tensor, end: torch.Tensor, low: int, high: int, offset: int) -> tuple[list[Run], list[Run]]:
+def _repeated(found: list[Segment]) -> list[Segment]:
+    """Segments that look alike, at equal distances, as one: their runs move with the queries."""
+    alike: dict[object, list[Segment]] = {}
+    for segment in found:
+        runs = tuple((x - segment.start, y - segment.start) for x, y in segment.runs)
+        alike.setdefault((segment.stop - segment.start, runs, id(segment.mask)), []).append(segment)
+    out: list[Segment] = []
+    for group in alike.values():
+        last = group[0]
+        for segment in group[1:]:
+            far = segment.start - last.start
+            if last.times == 1 or far == last.times * last.step:
+                step = last.step or far
+                last = last._replace(times=last.times + 1, step=step, shifts=(step,) * len(last.runs))
+            else:
+                out.append(last)
+                last = segment
+        out.append(last)
+    return out
+
+
+def _split(start: Numbers, end: Numbers, low: int, high: int, offset: int) -> tuple[list[Run], list[Run]]:
     """Of slots from ``offset`` on, the runs that all queries ``low..high`` see, and those that only some do."""
-    kind = ((start <= high) & (end > low)).to(torch.int8) + ((start <= low) & (end > high)).to(torch.int8)
-    edges = torch.cat([torch.zeros(1, dtype=torch.int64), (kind[1:] != kind[:-1]).nonzero()[:, 0] + 1])
-    bounds, kinds = [*edges.tolist(), len(kind)], kind[edges].tolist() if len(kind) else []
-    runs = [(offset + x, offset + y) for x, y in zip(bounds, bounds[1:], strict=False)]
-    return [r for r, k in zip(runs, kinds, strict=False) if k == 2], [
-        r for r, k in zip(runs, kinds, strict=False) if k == 1
-    ]
+    kind = ((start <= high) & (end > low)).astype(np.int8) + ((start <= low) & (end > high))
+    edges = [0, *(np.flatnonzero(kind[1:] != kind[:-1]) + 1).tolist(), len(kind)]
+    runs = [(offset + x, offset + y, kind[x]) for x, y in zip(edges, edges[1:], strict=False) if x < y]
+    return [(x, y) for x, y, k in runs if k == 2], [(x, y) for x, y, k in runs if k == 1]
 
 
-def _runs(slots: torch.Tensor) -> list[Run]:
+def _joined(runs: list[Run]) -> list[Run]:
+    """In order, and neighbours as one."""
+    out: list[Run] = []
+    for x, y in sorted(runs):
+        if out and out[-1][1] == x:
+            out[-1] = (out[-1][0], y)
+        else:
+            out.append((x, y))
+    return out
+
+
+def _runs(slots: Numbers) -> list[Run]:
     """Ascending slot numbers as runs."""
-    if not len(slots):
-        return []
-    cuts = (slots[1:] != slots[:-1] + 1).nonzero()[:, 0] + 1
-    pieces = torch.tensor_split(slots, cuts.tolist())
+    pieces = np.split(slots, np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1) if len(slots) else []
     return [(int(p[0]), int(p[-1]) + 1) for p in pieces]
 
 
 _masks: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
 
-def _shared(mask: torch.Tensor) -> torch.Tensor:
+def _shared(mask: Any) -> torch.Tensor:
     """One tensor for all leaves that look alike (those of a window all do)."""
-    key = (*mask.shape, hash(mask.numpy().tobytes()))
+    key = (*mask.shape, hash(mask.tobytes()))
     found = _masks.get(key)
-    if found is None or not torch.equal(found, mask):
-        _masks[key] = found = mask.contiguous()
+    if found is None or not np.array_equal(found.numpy(), mask):
+        _masks[key] = found = torch.from_numpy(np.ascontiguousarray(mask))
         while len(_masks) > 64:
             _masks.popitem(last=False)
     return found
