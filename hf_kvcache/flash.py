@@ -55,17 +55,39 @@ def attend_segments(
     Returns:
         [B, Hq, q, Dv] in the query's dtype; a query that sees nothing gets zeros.
     """
-    batch, heads = query.shape[0], parts[0].keys[0].shape[1]
-    groups = query.shape[1] // heads
+    heads, width = parts[0].keys[0].shape[1], parts[0].values[0].shape[-1]
+    return _attend_blocks(query, _blocks(parts, query), heads, width, plan, scaling, softcap, s_aux)
+
+
+def attend_plain(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: list[Segment], scaling: float
+) -> torch.Tensor:
+    """``attend_segments`` over plain keys [B, H, n, Dk] and values [B, H, n, Dv]."""
+    wide = max(keys.shape[-1], values.shape[-1])
+    block = Block(0, keys.shape[2], keys.shape[0], lambda: (_widened(keys, wide), _widened(values, wide)))
+    return _attend_blocks(query, iter([block]), keys.shape[1], values.shape[-1], plan, scaling, None, None)
+
+
+def _attend_blocks(
+    query: torch.Tensor,
+    blocks: Iterator[Block],
+    heads: int,
+    width: int,
+    plan: list[Segment],
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, groups = query.shape[0], query.shape[1] // heads
     rows = query.unflatten(1, (heads, groups)).transpose(2, 3).flatten(2, 3)  # [B, H, q G, D]
-    merged = Merged(rows, parts[0].values[0].shape[-1], LEAF * groups)
-    for block in _blocks(parts, query):
+    merged = Merged(rows, width, LEAF * groups)
+    for block in blocks:
         some = [slice(j, None, batch // block.rows) for j in range(batch // block.rows)]  # which may share its rows
         for piece in (piece for segment in plan for piece in _pieces(segment, block.first, block.last)):
             at = Window(piece.start * groups, piece.size * groups, piece.step * groups, piece.times)
             for these in some:
                 out, lse = _attend_piece(at.of(rows[these]), block, piece, groups, scaling, softcap)
-                merged.add(these, at, out, lse)
+                merged.add(these, at, out[..., :width], lse)
     return merged.result(s_aux, groups)
 
 
@@ -117,9 +139,9 @@ def _pieces(segment: Segment, x: int, y: int) -> Iterator[Piece]:
             if now == cut:
                 continue
             if cut[1]:
-                keys = (cut[0] + first * shift - x, cut[1] + first * shift - x)
-                columns = (column + cut[0] - a, column + cut[1] - a)
-                yield Piece(start + first * step, size, step, i - first, keys, shift, mask, columns)
+                at, of = first * shift - x, column - a
+                keys, some = (cut[0] + at, cut[1] + at), (cut[0] + of, cut[1] + of)
+                yield Piece(start + first * step, size, step, i - first, keys, shift, mask, some)
             first, cut = i, now
         column += b - a
 
@@ -134,15 +156,14 @@ def _attend_piece(
         there = Window(first, last - first, piece.shift, piece.times)
         k, v = there.of(keys), there.of(values)
     else:
-        index = piece.keys.to(keys.device)
-        k, v = keys[:, :, None, index], values[:, :, None, index]
+        k, v = (t[:, :, None, piece.keys.to(t.device)] for t in (keys, values))
     bias, dead = (None, None) if piece.mask is None else _as_bias(piece, groups, query)
     q, k, v = (t.flatten(0, 1) for t in (_widened(query, keys.shape[-1]), k, v))
     kernel = compat.flash_with_lse(query.device) if softcap is None else None
     out, lse = kernel(q, k, v, scaling, bias) if kernel else partial_reference(q, k, v, scaling, bias, softcap)
     if dead is not None:
         lse, out = lse.masked_fill(dead, float("-inf")), out.masked_fill(dead[..., None], 0.0)
-    return out[..., : block.value_width].unflatten(0, query.shape[:2]), lse.unflatten(0, query.shape[:2])
+    return out.unflatten(0, query.shape[:2]), lse.unflatten(0, query.shape[:2])
 
 
 def attend_masked(
@@ -320,37 +341,42 @@ def _widened(t: torch.Tensor, width: int) -> torch.Tensor:
 class Block:
     """Neighbouring slots that are decoded together, when somebody asks, once."""
 
-    def __init__(self, first: int, runs: list[tuple[Any, int, int]], dtype: torch.dtype) -> None:
-        part = runs[0][0]
-        self.first, self.last = first, first + sum(b - a for _, a, b in runs)
-        self.rows, self.value_width = part.keys[0].shape[0], part.values[0].shape[-1]
-        self._runs, self._dtype = runs, dtype
+    def __init__(
+        self, first: int, last: int, rows: int, decode: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self.first, self.last, self.rows, self._decode = first, last, rows, decode
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [r, H, n, D] of the rows that the part holds; kernels want both to be as wide."""
-        if self._states is None:
-            pieces = [part.block(a, b) for part, a, b in self._runs]
+    @staticmethod
+    def of(first: int, runs: list[tuple[Any, int, int]], dtype: torch.dtype) -> Block:
+        """Of parts and what is wanted of each; all of them have as many rows."""
+
+        def decode() -> tuple[torch.Tensor, torch.Tensor]:
+            pieces = [part.block(a, b) for part, a, b in runs]
             keys, values = _side_by_side(
-                [
-                    (part.key_codec.decode(part.keys, self._dtype), part.value_codec.decode(part.values, self._dtype))
-                    for part in pieces
-                ]
+                [(p.key_codec.decode(p.keys, dtype), p.value_codec.decode(p.values, dtype)) for p in pieces]
             )
-            wide = max(keys.shape[-1], values.shape[-1])
-            self._states = _widened(keys, wide), _widened(values, wide)
+            wide = max(keys.shape[-1], values.shape[-1])  # kernels want one width
+            return _widened(keys, wide), _widened(values, wide)
+
+        return Block(first, first + sum(b - a for _, a, b in runs), runs[0][0].keys[0].shape[0], decode)
+
+    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [r, H, n, D] of the rows that the parts hold."""
+        self._states = self._states or self._decode()
         return self._states
 
 
 def _blocks(parts: list[Any], query: torch.Tensor) -> Iterator[Block]:
     """All slots in order; where a part has to be decoded, a bounded number of them at a time. Short plain parts
     before it come with its first block."""
-    first, waiting = 0, []
+    first = 0
+    waiting: list[tuple[Any, int, int]] = []
     for part in parts:
         rows, heads, width = part.keys[0].shape[0], part.keys[0].shape[1], part.keys[0].shape[-1]
         plain = part.key_codec.lossless and part.value_codec.lossless and part.keys[0].dtype == query.dtype
         if waiting and (waiting[0][0].keys[0].shape[0] != rows or (plain and part.tokens > FEW)):
-            yield (block := Block(first, waiting, query.dtype))
+            yield (block := Block.of(first, waiting, query.dtype))
             first, waiting = block.last, []
         if plain and part.tokens <= FEW:
             waiting.append((part, 0, part.tokens))
@@ -358,10 +384,10 @@ def _blocks(parts: list[Any], query: torch.Tensor) -> Iterator[Block]:
         most = min(BLOCK // (rows * heads * width), part.tokens // 2 if part.tokens > LONG else part.tokens)
         most = part.tokens if plain else max(most // part.group, 1) * part.group
         for a in range(0, part.tokens, max(most, 1)):
-            yield (block := Block(first, [*waiting, (part, a, min(a + most, part.tokens))], query.dtype))
+            yield (block := Block.of(first, [*waiting, (part, a, min(a + most, part.tokens))], query.dtype))
             first, waiting = block.last, []
     if waiting:
-        yield Block(first, waiting, query.dtype)
+        yield Block.of(first, waiting, query.dtype)
 
 
 def _side_by_side(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

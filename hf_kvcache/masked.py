@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .plan import FOREVER, Mask, Visible, look
+from .flash import attend_plain
+from .plan import FOREVER, LEAF, Mask, Visible, look, segments
 
 MASKABLE = ("sdpa", "eager")  # stock attention functions that read their keys through torch ops
 KEEPS_STATES = set("__getitem__ expand reshape view transpose permute contiguous unsqueeze flatten to float".split())
@@ -193,6 +194,11 @@ class MaskedStates(torch.Tensor):
         queries = attn_mask.shape[-2] if attn_mask is not None else query.shape[-2] if is_causal else 1
         view, key, value = self.carried.of_last(queries), _plain(key), _plain(value)
         fits = attn_mask is None or attn_mask.shape[-1] == view.visible.number.shape[-1]
+        if view.needed and dropout_p == 0 and queries > LEAF and not _needs_grad(query, key, value):
+            facts = None if attn_mask is None else view.look(attn_mask)
+            if view.visible.number.shape[0] == 1 and (facts is None or (facts.pads and bool(facts.real.all()))):
+                scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+                return attend_plain(query, key, value, segments(view.visible), scale)
         if view.needed or not fits:
             attn_mask, is_causal = view.seen(attn_mask), False
             if attn_mask.dtype != torch.bool:
@@ -237,6 +243,10 @@ class MaskedStates(torch.Tensor):
             return False
         columns = other.dim() == 4 or other.shape[-1] == visible.number.shape[-1]
         return columns and other.shape[-2] == visible.queries
+
+
+def _needs_grad(*states: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in states)
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,8 @@ from models import llama, prompt
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, EncoderDecoderCache
 
 from hf_kvcache import KVCache
+from hf_kvcache import masked as module
+from hf_kvcache.plan import LEAF, Visible
 
 LOWEST = torch.finfo(torch.float32).min
 # Nothing is dropped or encoded here: all of them are "full".
@@ -223,3 +225,25 @@ def test_an_encoder_shorter_than_its_decoder(cached):
     if cached:
         asked["past_key_values"] = EncoderDecoderCache(KVCache(model.config), DynamicCache())
     torch.testing.assert_close(model(**asked).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sizes", [[150], [100, 97, 80]], ids=str)
+@pytest.mark.parametrize("spec", ["int4(group=4,residual=8)", "sink(3,40)", "int8+sink(2,70)"])
+@torch.no_grad()
+def test_stock_attention_goes_by_the_plan(spec, sizes, masked, monkeypatch):
+    """No mask of queries by history is written out; one that hides nothing changes nothing."""
+    model, ids = llama("sdpa", layers=1), prompt(sum(sizes), 2)  # one: rounding does not reach other codes
+
+    def run_all(limit: int) -> torch.Tensor:
+        monkeypatch.setattr(module, "LEAF", limit)  # fewer queries take the mask
+        cache, out, start = KVCache.from_spec(model.config, spec), [], 0
+        for n in sizes:
+            mask = torch.ones(2, start + n, dtype=torch.long) if masked else None
+            out.append(model(ids[:, start : start + n], attention_mask=mask, past_key_values=cache).logits)
+            start += n
+        return torch.cat(out, 1)
+
+    expected = run_all(10**6)
+    monkeypatch.setattr(Visible, "rows", lambda *args: pytest.fail("a mask was written out"))
+    torch.testing.assert_close(run_all(LEAF), expected, atol=1e-4, rtol=0)
