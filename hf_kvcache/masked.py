@@ -196,7 +196,8 @@ class MaskedStates(torch.Tensor):
         fits = attn_mask is None or attn_mask.shape[-1] == view.visible.number.shape[-1]
         if view.needed and dropout_p == 0 and queries > LEAF and not _needs_grad(query, key, value):
             facts = None if attn_mask is None else view.look(attn_mask)
-            if view.visible.number.shape[0] == 1 and (facts is None or (facts.pads and bool(facts.real.all()))):
+            says = facts is not None and not (facts.pads and bool(facts.real[:, : view.visible.total].all()))
+            if view.visible.number.shape[0] == 1 and not says:
                 scale = kwargs.get("scale") or query.shape[-1] ** -0.5
                 return attend_plain(query, key, value, segments(view.visible), scale)
         if view.needed or not fits:
