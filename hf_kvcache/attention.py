@@ -31,7 +31,7 @@ from . import compat
 from .codecs import Codec, fit
 from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
-from .masked import FED_TWICE, MaskedStates, View
+from .masked import FED_TWICE, MaskedStates, View, refusals, undo_of, undoes
 from .plan import Mask, Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
@@ -168,6 +168,7 @@ class Stored:
     def __init__(self, history: History, side: int) -> None:
         self.history, self._side = history, side
         self._plain: torch.Tensor | None = None
+        self.undo: Callable[[], None] | None = None  # what is refused now has not happened
 
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
@@ -175,13 +176,15 @@ class Stored:
             chunk = self.history.chunk
             history = self.history if chunk is None else chunk.resolve(None)
             self._plain = history._replace(watch=history.pads is not None).decode_side(self._side)
+            undoes(self._plain, self.undo)
         return self._plain
 
     def touched(self) -> torch.Tensor:
         """What a model gets that does something else with it than our attention: plain, but it looks for pads."""
-        if self.history.observer is not None:
-            self.history.observer.refuse_touch()
-        return self.plain()
+        with refusals(self.undo):
+            if self.history.observer is not None:
+                self.history.observer.refuse_touch()
+            return self.plain()
 
     @property
     def shape(self) -> torch.Size:
@@ -482,11 +485,24 @@ def kvcache_attention(
     Raises:
         ValueError: an argument that is neither known nor in ``HARMLESS``, or one that cannot be honoured here.
     """
-    if _autocasts(query.device):
-        with full_precision(query.device):
-            return kvcache_attention(
-                module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
-            )
+    run = (module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux)
+    with full_precision(query.device), refusals(undo_of(key)):
+        return _attend(*run, **kwargs)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     ordered = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     special = softcap is not None or s_aux is not None
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:

@@ -288,29 +288,29 @@ class KVLayer(compat.CacheLayerMixin):
 
     # -- an update that fails ----------------------------------------------------------------------------------------
 
-    def mark(self) -> Any:
-        """Where the layer is, for ``recall``."""
+    def mark(self, keep: bool | None = False) -> Any:
+        """Where the layer is, for ``recall``; ``keep``: also after a full window has gone on (see ``Slab.mark``)."""
         slabs = [slab for run in self.runs for slab in run.slabs]
-        for slab in slabs:
-            slab.overwrote = False
-        return self.__class__, self.seen, self.is_initialized, [(slab, dict(vars(slab))) for slab in slabs]
+        return self.__class__, dict(vars(self)), [(slab, slab.mark(keep)) for slab in slabs]
 
     def recall(self, mark: Any) -> None:
-        """After an exception in ``update``: be where ``mark`` was made, or *torn* where rows were overwritten.
-
-        Slabs write behind what they hold, or to new tensors: their old fields say what they held.
-        """
-        kind, seen, initialized, slabs = mark
-        if self.__class__ is not kind or self.seen != seen:  # all of it was stored, or nothing is left
+        """After an exception in ``update``, or where attention refuses what it stored: be where ``mark`` was made, or
+        *torn* where that is gone."""
+        kind, fields, slabs = mark
+        if not fields["is_initialized"]:
+            self.reset()
+            self.record_past = fields.get("record_past", False)
             return
-        if not initialized:
-            return self.reset()
-        changed = any(vars(slab)[name] != fields[name] for slab, fields in slabs for name in ("appended", "capacity"))
-        if any(slab.overwrote for slab, _ in slabs) or (changed and self.home is not None):
+        far = self.home is not None and not self.home.in_place
+        halfway = self.seen == fields["seen"] and any(slab.appended != old[0]["appended"] for slab, old in slabs)
+        if not all(slab.recalls(old) for slab, old in slabs) or (far and halfway):
             self.torn = True
             return
-        for slab, fields in slabs if self.home is None else ():
-            vars(slab).update(fields)
+        for slab, old in slabs:
+            slab.recall(old)
+        self.__class__ = kind
+        vars(self).clear()
+        vars(self).update(fields)
 
     # -- where tokens lie --------------------------------------------------------------------------------------------
 
@@ -499,10 +499,10 @@ class KVLayer(compat.CacheLayerMixin):
         """A mask hides tokens from all queries, and they have slots of their own here.
 
         Raises:
-            ValueError: tokens were evicted, among them perhaps the row's first ones.
+            ValueError: tokens are evicted, among them perhaps the row's first ones.
         """
         self.padded = True
-        if self.kept < self.seen:
+        if self.kept_at(self.seen) < self.seen:  # whatever is still there, no window reaches it
             raise ValueError(PADDED)
 
     @property
@@ -944,12 +944,12 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
             )
         self.cumulative_length = tokens
 
-    def mark(self) -> Any:
+    def mark(self, keep: bool | None = False) -> Any:
         """Where the layer is, for ``recall``; an update makes new tensors, and changes none."""
         return dict(vars(self))
 
     def recall(self, mark: Any) -> None:
-        """After an exception in ``update``: as if it had not been called."""
+        """As if ``update`` had not been called."""
         vars(self).clear()
         vars(self).update(mark)
 

@@ -20,7 +20,8 @@ one is needed; where none is, the states go on as "watch" and "glance": they cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class View(NamedTuple):
     doubled: bool = False  # some tokens have two slots
     pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
     causal_only: bool = False  # the model applies the mask, which can say nothing else
+    undo: Callable[[], None] | None = None  # what is refused now has not happened
 
     @property
     def plain(self) -> bool:
@@ -101,6 +103,30 @@ class View(NamedTuple):
         return self.visible.rows(mask)
 
 
+@contextmanager
+def refusals(undo: Callable[[], None] | None) -> Iterator[None]:
+    """A refusal in here leaves the cache as it was before the forward."""
+    try:
+        yield
+    except ValueError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def undo_of(states: Any) -> Callable[[], None] | None:
+    """What ``undoes`` gave to these keys."""
+    return states.carried.undo if isinstance(states, MaskedStates) else getattr(states, "undo", None)
+
+
+def undoes(states: Any, undo: Callable[[], None] | None) -> None:
+    """What attention or these states refuse, ``undo`` takes back."""
+    if isinstance(states, MaskedStates):
+        states.carried = states.carried._replace(undo=undo)
+    elif hasattr(states, "undo"):
+        states.undo = undo
+
+
 class MaskedStates(torch.Tensor):
     """Keys or values ``[B, H, n, D]``, or scores ``[.., q, n]``, with what each query may see of them.
 
@@ -122,34 +148,39 @@ class MaskedStates(torch.Tensor):
         carriers = [a for a in _leaves((args, kwargs)) if isinstance(a, MaskedStates) and hasattr(a, "carried")]
         if not carriers:
             return super().__torch_function__(func, types, args, kwargs)
-        carrier, name = min(carriers, key=lambda a: a.kind), func.__name__  # in this order
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.scaled_dot_product_attention and carrier.kind == "keys":
-                return carrier._attend(*args, **kwargs)
-            if carrier.kind == "scores":
-                return carrier._score(func, args, kwargs)
-            if carrier.kind in ("glance", "watch"):
-                return carrier._look(func, args, kwargs)
-            if name == "__getitem__" and carrier._cuts_slots(args[1]):
-                return carrier
-            out = func(*_map(_plain, args), **_map(_plain, kwargs))
-            if name in KEEPS_STATES and isinstance(out, torch.Tensor):
-                return cls.wrap(out, carrier.carried, carrier.kind)
-            if carrier.kind == "values":
-                return out
-            if name in MAKES_SCORES and carrier._fits(out):
-                return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
-            if name in BREAKS_KEYS and carrier.carried.needed and carrier.carried.plain:
-                view = carrier.carried._replace(needed=False, causal_only=True)
-                return _map(lambda t: cls.wrap(t, view, "watch") if isinstance(t, torch.Tensor) else t, out)
-            if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
-                alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
-                single = "" if alone else "feed token by token, or "
-                raise ValueError(
-                    f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
-                    f"{single}use retention 'all' with storage 'full', 'int8' or 'fp8'"
-                )
-            return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
+        carrier = min(carriers, key=lambda a: a.kind)  # in this order
+        with torch._C.DisableTorchFunctionSubclass(), refusals(carrier.carried.undo):
+            return cls._carry(carrier, func, args, kwargs)
+
+    @classmethod
+    def _carry(cls, carrier: MaskedStates, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.__name__
+        if func is F.scaled_dot_product_attention and carrier.kind == "keys":
+            return carrier._attend(*args, **kwargs)
+        if carrier.kind == "scores":
+            return carrier._score(func, args, kwargs)
+        if carrier.kind in ("glance", "watch"):
+            return carrier._look(func, args, kwargs)
+        if name == "__getitem__" and carrier._cuts_slots(args[1]):
+            return carrier
+        out = func(*_map(_plain, args), **_map(_plain, kwargs))
+        if name in KEEPS_STATES and isinstance(out, torch.Tensor):
+            return cls.wrap(out, carrier.carried, carrier.kind)
+        if carrier.kind == "values":
+            return out
+        if name in MAKES_SCORES and carrier._fits(out):
+            return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
+        if name in BREAKS_KEYS and carrier.carried.needed and carrier.carried.plain:
+            view = carrier.carried._replace(needed=False, causal_only=True)
+            return _map(lambda t: cls.wrap(t, view, "watch") if isinstance(t, torch.Tensor) else t, out)
+        if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
+            alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
+            single = "" if alone else "feed token by token, or "
+            raise ValueError(
+                f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
+                f"{single}use retention 'all' with storage 'full', 'int8' or 'fp8'"
+            )
+        return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
 
     def _as(self, other: Any, kind: str) -> Any:
         return MaskedStates.wrap(other, self.carried, kind) if isinstance(other, torch.Tensor) else other

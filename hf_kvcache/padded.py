@@ -54,7 +54,8 @@ class Chunk:
                 "pads are not stored: use rows of equal length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
             )
         if self.history is None:
-            layer.chunk, mark = None, layer.mark()
+            layer.chunk = None
+            mark = layer.mark(None)
             try:
                 with torch.no_grad(), full_precision(self.keys.device):
                     if real is not None or isinstance(layer, PaddedLayer):
@@ -119,6 +120,11 @@ class PaddedLayer(KVLayer):
                 continue
             start = end - part.tokens if run is self.sealed else none
             run.put(part, start, torch.full_like(none, part.tokens))
+
+    def mark(self, keep: bool | None = False) -> Any:
+        """As ``KVLayer.mark``."""
+        kind, fields, slabs = super().mark(keep)
+        return kind, fields | {"fed": self.fed.map(lambda t: t)}, slabs  # it counts in place
 
     def reset(self) -> None:
         """Forget everything, the padding too."""

@@ -329,7 +329,7 @@ CASES = [
     ),
     Case("KVCache.from_spec", "is empty", lambda: of(""), lambda: of("int8+sink(4,508)")),
     Case(
-        "KVCache.update",
+        "KVCache._update",
         "does not exist",
         lambda: of("full").update(ONES, ONES, 2),
         lambda: of("full").update(ONES, ONES, 1),
@@ -679,7 +679,7 @@ CASES = [
         lambda: of("sink(1,4,reposition)", yarn("dynamic")),
         lambda: of("sink(1,4)", yarn("dynamic")),
     ),
-    Case("KVCache.update", "already holds", lambda: generated_twice(), lambda: generated_twice(back=1)),
+    Case("KVCache._update", "already holds", lambda: generated_twice(), lambda: generated_twice(back=1)),
     Case(
         "View.look",
         "already holds",
@@ -699,13 +699,13 @@ CASES = [
         lambda: (dropped_out("sink(1,4)"), dropped_out("sink(1,4,reposition)", train=False)),
     ),
     Case(
-        "kvcache_attention",
+        "_attend",
         "dropout beside",
         lambda: attended("full", dropout=0.5, softcap=3.0),
         lambda: attended("full", softcap=3.0),
     ),
     Case(
-        "kvcache_attention",
+        "_attend",
         "gradients through a residual",
         lambda: attended("int4(group=2,residual=1,sinks=0)", grad=True, softcap=3.0),
         lambda: (
@@ -714,7 +714,7 @@ CASES = [
         ),
     ),
     Case(
-        "kvcache_attention",
+        "_attend",
         "does not know",
         lambda: attended("full", slopes=torch.ones(4)),
         lambda: attended("full"),
@@ -1232,7 +1232,7 @@ ELSEWHERE = {
     ("prefix", "private_directory"): "test_prefix.py::test_folders_that_are_not_safe_are_refused",
     ("snapshot", "_load_slab"): "test_snapshot.py::test_tensors_that_do_not_fit_are_refused",
     ("prefix", "PrefixStore._read"): "test_prefix.py::test_a_file_that_another_process_replaced_is_not_served",
-    ("masked", "MaskedStates.__torch_function__"): (
+    ("masked", "MaskedStates._carry"): (
         "test_callers.py::test_a_model_that_decodes_its_keys_is_not_told_to_feed_them_one_by_one"
     ),
     ("masked", "View.look"): (
