@@ -118,6 +118,8 @@ class History(NamedTuple):
     watch: bool = False  # somebody has to look at the mask
     pads: Callable[[], None] | None = None  # told of tokens that the mask hides from all queries
     moved: Moved | None = None
+    window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
+    positions: torch.Tensor | None = None  # of the queries, where they are known
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
@@ -158,7 +160,7 @@ class History(NamedTuple):
         carries = self.needed or (self.watch and side == 0)
         if not carries or self.rules is None or (side == 1 and not self.doubled):
             return states
-        view = View(self.rules(), self.fed, self.needed, self.doubled, self.pads)
+        view = View(self.rules(), self.fed, self.needed, self.doubled, self.pads, self.window, self.positions)
         return MaskedStates.wrap(states, view, ("keys", "values")[side])
 
 
@@ -540,6 +542,8 @@ def _attend(
                 'over: leave it out, or call model.set_attn_implementation("sdpa")'
             )
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
+        if history.positions is None and history.window is not None:
+            history = history._replace(positions=kwargs.get("position_ids"))
         if attention_mask is None and history.fed and query.shape[2] == history.queries:
             ordered = True  # ``kvcache_mask`` left out a causal mask, whatever the module says of itself (PaliGemma)
     bias = kwargs.pop("position_bias", None)
@@ -599,6 +603,10 @@ def _attend_history(
     else:
         assert history.rules is not None
         visible = history.rules().last(queries)
+        if facts is not None and history.window is not None and not facts.padding:
+            straight, visible = visible, visible.by_depth(history.positions, facts.mask, *history.window)
+            if history.moved is not None and visible is not straight:
+                history = history._replace(moved=history.moved._replace(query=visible.query.cpu()))
     turned = None
     if history.moved is not None:
         parts, turned = _move_sinks(query, parts, history.moved)

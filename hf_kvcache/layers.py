@@ -405,6 +405,7 @@ class KVLayer(compat.CacheLayerMixin):
             if fresh:  # a refused first update leaves nothing behind
                 self.reset()
             raise
+        history = history._replace(positions=position_ids(args, kwargs))
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     @property
@@ -491,8 +492,8 @@ class KVLayer(compat.CacheLayerMixin):
         fed = self.seen - new
         moved, pads = self._moved(fed), self.found_pads if self.retention.evicts else None
         return History(
-            parts, rules, needed, *self.dtypes, doubled=doubled, pads=pads, moved=moved, batch=self.batch_size, fed=fed,
-            queries=new,
+            parts, rules, needed, *self.dtypes, doubled=doubled, pads=pads, moved=moved, window=self.retention.reach,
+            batch=self.batch_size, fed=fed, queries=new,
         )  # fmt: skip
 
     def found_pads(self) -> None:

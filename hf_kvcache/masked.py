@@ -59,6 +59,8 @@ class View(NamedTuple):
     needed: bool  # False: the mask that the model applies says it all, and keys only look at it
     doubled: bool = False  # some tokens have two slots
     pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
+    window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
+    positions: torch.Tensor | None = None  # of the queries, where they are known
     causal_only: bool = False  # the model applies the mask, which can say nothing else
     undo: Callable[[], None] | None = None  # what is refused now has not happened
 
@@ -100,7 +102,10 @@ class View(NamedTuple):
         if mask is None:
             return self.visible.rows()
         self.look(mask)
-        return self.visible.rows(mask)
+        visible = self.visible
+        if self.window is not None:
+            visible = visible.by_depth(self.positions, mask, *self.window)
+        return visible.rows(mask)
 
 
 @contextmanager

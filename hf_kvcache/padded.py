@@ -254,8 +254,8 @@ class PaddedLayer(KVLayer):
             moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, number.shape[1], self.rope)
         parts, new = [part for part, _, _ in seen], number.shape[1]
         return History(
-            parts, lambda: rules, True, *self.dtypes, moved=moved, batch=self.batch_size, by_row=True,
-            real=self.fed.whole(), fed=self.seen - new, queries=new,
+            parts, lambda: rules, True, *self.dtypes, moved=moved, window=self.retention.reach, batch=self.batch_size,
+            by_row=True, real=self.fed.whole(), fed=self.seen - new, queries=new,
         )  # fmt: skip
 
     # -- transformers: asking ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ input, and what the message advises, tried), or a test elsewhere that is named i
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 import tempfile
@@ -85,9 +86,8 @@ def words_of(node: ast.expr, names: dict[str, str]) -> str:
 
 def constants() -> dict[str, str]:
     """The messages that have a name."""
-    from hf_kvcache import masked, progress
-
-    both = [*vars(masked).items(), *vars(progress).items()]
+    modules = [importlib.import_module(f"hf_kvcache.{name}") for name in ("masked", "plan", "progress")]
+    both = [pair for module in modules for pair in vars(module).items()]
     return {name: value for name, value in both if name.isupper() and isinstance(value, str)}
 
 
@@ -719,6 +719,12 @@ CASES = [
         lambda: attended("full", slopes=torch.ones(4)),
         lambda: attended("full"),
     ),
+    Case(
+        "Visible.by_depth",
+        "branch",
+        lambda: drafted("sink(1,2)"),
+        lambda: (drafted("full"), drafted("sink(1,2)", known=True), drafted("sink(1,2)", branch=False)),
+    ),
     # families, identity, forwards that died
     Case("stock_layers", "has no cache in this", lambda: KVCache(of_type("strange")), lambda: DynamicCache()),
     Case("stock_layers", "has no layers", lambda: KVCache(PreTrainedConfig()), lambda: KVCache(llama_config(1))),
@@ -1048,8 +1054,8 @@ def of_type(layers: str) -> Any:
     return config
 
 
-def config_of(attention: str) -> Any:
-    config = llama_config(2)
+def config_of(attention: str, layers: int = 2) -> Any:
+    config = llama_config(layers)
     config._attn_implementation = attention
     return config
 
@@ -1130,6 +1136,15 @@ def fed_twice(name: str, attention: str = "sdpa", back: int = 0, positions: bool
 def dropped_out(name: str, train: bool = True) -> None:
     model = build(llama_config(1, attention_dropout=0.5), "kvcache").train(train)
     feed(model, prompt(9), of(name, model.config))
+
+
+def drafted(name: str, known: bool = False, branch: bool = True) -> None:
+    """Two drafts after six tokens, side by side or one after the other, and a third after the first."""
+    cache, mask = given(config_of("sdpa", 1), states(6, 1), spec=name), torch.ones(1, 1, 3, 9).tril(6).bool()
+    mask[..., 1, 6] = not branch
+    extra = dict(kwargs={"position_ids": torch.tensor([[6, 6, 7]])}) if known else {}
+    keys, values = cache.update(ONES, ONES, 0, **extra)
+    torch.nn.functional.scaled_dot_product_attention(ONES, keys, values, attn_mask=mask)
 
 
 def late_mask(hides: bool) -> Any:
