@@ -31,7 +31,7 @@ from . import compat
 from .codecs import Codec, fit
 from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
-from .masked import FED_TWICE, MaskedStates, View, refusals, undo_of, undoes
+from .masked import FED_TWICE, MaskedStates, View, check_width, refusals, undo_of, undoes
 from .plan import Mask, Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
@@ -120,6 +120,7 @@ class History(NamedTuple):
     moved: Moved | None = None
     window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
     positions: torch.Tensor | None = None  # of the queries, where they are known
+    columns: int | None = None  # that a mask may have beside those of all tokens; 0: any number
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
@@ -160,7 +161,9 @@ class History(NamedTuple):
         carries = self.needed or (self.watch and side == 0)
         if not carries or self.rules is None or (side == 1 and not self.doubled):
             return states
-        view = View(self.rules(), self.fed, self.needed, self.doubled, self.pads, self.window, self.positions)
+        view = View(
+            self.rules(), self.fed, self.needed, self.doubled, self.pads, self.window, self.positions, self.columns
+        )
         return MaskedStates.wrap(states, view, ("keys", "values")[side])
 
 
@@ -510,6 +513,11 @@ def _attend(
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
         key, value = _plain(key, query.dtype), _plain(value, query.dtype)
         queries, tokens = query.shape[2], key.shape[2]
+        if attention_mask is not None and not isinstance(key, MaskedStates) and 1 != attention_mask.shape[-1] != tokens:
+            raise ValueError(
+                f"the attention mask has {attention_mask.shape[-1]} columns for {tokens} keys, of a layer that keeps "
+                "no more (a native window): pass the 2-D mask of all tokens, or one mask for each layer type"
+            )
         if attention_mask is None and ordered and 1 < queries < tokens:  # ``kvcache_mask`` leaves out what is causal
             own = isinstance(key, MaskedStates) and key.kind == "keys"
             columns = key.carried.visible.total if own else tokens  # slots may be more, or fewer
@@ -541,6 +549,7 @@ def _attend(
                 f"attention 'kvcache' does not know the argument {unknown[0]!r} that {type(module).__name__} hands "
                 'over: leave it out, or call model.set_attn_implementation("sdpa")'
             )
+        _check_width(key.history, attention_mask)
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
         if history.positions is None and history.window is not None:
             history = history._replace(positions=kwargs.get("position_ids"))
@@ -561,6 +570,17 @@ def _attend(
         return compat.sdpa_attention_forward(module, query, keys, values, attention_mask, 0.0, scaling, **kwargs)
     out = _attend_history(query, history, attention_mask, scaling, softcap, s_aux, ordered)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_width(history: History, mask: torch.Tensor | None) -> None:
+    """Refuse a mask that speaks of other tokens than those there are, before anything is stored."""
+    if mask is None or history.columns == 0:
+        return
+    chunk = history.chunk
+    if chunk is not None:
+        return check_width(mask, chunk.fed + chunk.keys.shape[2], chunk.slots)
+    total = history.fed + history.queries
+    check_width(mask, total, min(sum(part.tokens for part in history.parts), total))
 
 
 def _without_pads(history: History, mask: torch.Tensor | None) -> History:

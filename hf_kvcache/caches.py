@@ -23,6 +23,7 @@ import torch
 
 from . import compat, families, identity, snapshot
 from . import spec as specs
+from .attention import NAME
 from .eviction import EvictionLayer
 from .layers import KVLayer, WindowLayer, as_rows, position_ids, refuse_positive
 from .masked import FED_TWICE, MASKABLE, MaskedStates, View, undoes
@@ -88,6 +89,7 @@ class KVCache(compat.Cache):
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
         self._first = attends.index(True)
         kinds = [(type(layer), getattr(getattr(layer, "storage", None), "spec", "")) for layer in self.layers]
+        self._window = next((i for i, layer in enumerate(self.layers) if isinstance(layer, WindowLayer)), None)
         self._guarded = max(kinds.index(kind) for kind, ours in zip(kinds, attends, strict=True) if ours)
         self._progress = Progress(
             self.layers, compat.beside_the_text(self.config), getattr(self.config, "layer_types", None)
@@ -132,6 +134,9 @@ class KVCache(compat.Cache):
             keep = self._numbers("keep_layers", self.placement.keep_layers, stock)
         self._refuse_far_eviction()
         layers = [self._make_layer(layer, i, len(stock), i in skip, i in keep) for i, layer in enumerate(stock)]
+        ours = [layer for layer in layers if isinstance(layer, KVLayer)]
+        for layer in ours if len({layer.storage.spec for layer in ours}) > 1 else ():
+            layer.mixed = True
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
             raise ValueError(
                 f"{type(self.config).__name__} has no attention layers whose keys and values could be cached"
@@ -246,14 +251,16 @@ class KVCache(compat.Cache):
             before: Any = self.layers[layer_idx - 1]
             if isinstance(before, KVLayer):
                 before.catch_up()  # no attention has come for what waits there, and none will
-            return self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
+            keys, values = self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
+            if layer_idx == self._window and keys.shape[2] < layer.get_seq_length() and key_states.shape[2] > 1:
+                keys = self._looking(keys, layer.get_seq_length() - key_states.shape[2], key_states.shape[2])
+            return keys, values
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
         for each in self.layers:
             if isinstance(each, KVLayer):
                 each.check_recording(new)
         last_positions, back = self._check_positions(positions, new)
-        attention = self.config._attn_implementation
         if back and compat.inside_generate():  # elsewhere they were given on purpose
             raise ValueError(FED_TWICE.replace("rollback(1)", f"rollback({back})"))
         if self._offloader is not None:
@@ -263,10 +270,16 @@ class KVCache(compat.Cache):
         self._made = self._made if seen else identity.mark(self._source)
         reached = seen + new if positions is None else max(last_positions) + 1
         self._rotated = self._rotated.fed(seen, new, self._regimes.of(reached))
-        if seen and (back or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
-            # Only the mask shows a prompt that is fed twice: keys look at it.
-            keys = MaskedStates.wrap(keys, View(causal(new, keys.shape[2]), seen, needed=False), "keys")
+        if seen and (back or new > 1):  # only the mask shows a prompt that is fed twice
+            keys = self._looking(keys, seen, new, 0 if getattr(layer, "mixed", False) else None)
         return keys, values
+
+    def _looking(self, keys: Any, seen: int, new: int, columns: int | None = None) -> Any:
+        """Keys that look at their mask, under an attention that lets them."""
+        if self.config._attn_implementation not in MASKABLE or isinstance(keys, MaskedStates):
+            return keys
+        view = View(causal(new, keys.shape[2]), seen, needed=False, columns=columns)
+        return MaskedStates.wrap(keys, view, "keys")
 
     def _update_layer(
         self, index: int, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -305,8 +318,11 @@ class KVCache(compat.Cache):
         """What attention refuses of the first layer of a kind leaves the cache as it was before this forward. What such
         a layer takes, all others of its kind take, so that there is nothing to undo any more beyond them."""
         if self._undo is not None:
+            take_back = partial(self._take_back, self._undo)
+            if isinstance(self.layers[index], WindowLayer) and self.config._attn_implementation == NAME:
+                keys.undo = take_back
             for states in (keys, values):
-                undoes(states, partial(self._take_back, self._undo))
+                undoes(states, take_back)
             if index >= self._guarded:
                 self._undo = None  # the keys hold it, and let go of it with themselves
         return keys, values

@@ -243,6 +243,7 @@ class KVLayer(compat.CacheLayerMixin):
     blind = False  # the last tokens were stored without an attention, by ``catch_up``
     touched = False  # the model took new tokens apart, so that they wait for no attention of ours
     given = skipped = 0  # see ``pretend``
+    mixed = False  # other layers of the cache have other slots, and masks are made for those
 
     def __init__(
         self, storage: Storage, retention: Retention, config: Any, index: int, home: Home | None = None
@@ -397,7 +398,10 @@ class KVLayer(compat.CacheLayerMixin):
                 from .padded import Chunk
 
                 self.chunk, self.blind = Chunk(self, key_states, value_states), False
-                history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+                history = History(
+                    [], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk,
+                    columns=0 if self.mixed else None,
+                )  # fmt: skip
                 return Stored(history, 0), Stored(history, 1)
             with torch.no_grad(), full_precision(key_states.device):
                 history = self._append(key_states, value_states, with_grad)
@@ -484,6 +488,7 @@ class KVLayer(compat.CacheLayerMixin):
         runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
         history = self._history(parts, rules, needed, layout.doubled, new)
+        history = history._replace(columns=0 if self.mixed or ordered else layout.slots)
         return history._replace(again=self._again(keys, values)) if new == 1 else history
 
     def _history(
@@ -569,7 +574,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += 1
         parts = [part for run in self.runs if len(run) for part in run.parts()]
         history = self._history(parts, rules, False, False, 1)
-        return self._present(history._replace(again=self._again(keys, values)), None)
+        history = history._replace(again=self._again(keys, values), columns=0 if self.mixed else None)
+        return self._present(history, None)
 
     def _again(self, keys: torch.Tensor, values: torch.Tensor) -> Callable[[torch.Tensor], History] | None:
         """How to store one token anew, should its mask say that it is a pad in some rows."""

@@ -51,6 +51,16 @@ PADDED = (
 )
 
 
+def check_width(mask: torch.Tensor, total: int, columns: int | None = None) -> None:
+    """Refuse a mask whose columns are neither the ``total`` tokens so far nor the ``columns`` that were asked for."""
+    if mask.shape[-1] not in (total, columns):
+        held = "" if columns in (None, total) else f" or the {columns} that get_mask_sizes() names"
+        raise ValueError(
+            f"the attention mask has {mask.shape[-1]} columns, and not the {total} of all tokens so far{held}: give it "
+            "one for each token, the new ones included, or pass the 2-D mask of all tokens"
+        )
+
+
 class View(NamedTuple):
     """What the keys of one forward carry."""
 
@@ -61,6 +71,7 @@ class View(NamedTuple):
     pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
     window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
     positions: torch.Tensor | None = None  # of the queries, where they are known
+    columns: int | None = None  # that a mask may have beside those of all tokens; 0: any number
     causal_only: bool = False  # the model applies the mask, which can say nothing else
     undo: Callable[[], None] | None = None  # what is refused now has not happened
 
@@ -81,9 +92,11 @@ class View(NamedTuple):
         """The facts of a mask.
 
         Raises:
-            ValueError: no query of any row may see itself (a prompt fed twice), what ``pads`` raises, or a mask that
-                is not causal where slots are no tokens.
+            ValueError: no query of any row may see itself (a prompt fed twice), what ``pads`` raises, a mask that is
+                not causal where slots are no tokens, or one of a wrong width.
         """
+        if self.columns != 0 and mask.shape[-1] != self.visible.number.shape[-1]:
+            check_width(mask, self.visible.total, self.columns)
         facts, queries = look(mask, self.visible.total), self.visible.queries
         end = min(self.visible.total, mask.shape[-1])
         if self.fed and not bool(facts.real[:, max(end - queries, 0) : end].any()):

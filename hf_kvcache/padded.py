@@ -169,7 +169,8 @@ class PaddedLayer(KVLayer):
             raise ValueError(f"layer {self.index} holds padded rows, which take no gradients: use torch.no_grad()")
         self._check(key_states, value_states)
         self.chunk, self.blind = Chunk(self, key_states, value_states), False
-        history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+        columns = 0 if self.mixed else None
+        history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk, columns=columns)
         return Stored(history, 0), Stored(history, 1)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:

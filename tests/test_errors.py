@@ -183,6 +183,7 @@ def build_t5(config: Any) -> Any:
 
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+SMALL = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=97)
 INF = torch.full((1, 2, 3, 8), float("inf"))
 ONES = torch.ones(1, 2, 3, 8)
 LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
@@ -725,6 +726,18 @@ CASES = [
         lambda: drafted("sink(1,2)"),
         lambda: (drafted("full"), drafted("sink(1,2)", known=True), drafted("sink(1,2)", branch=False)),
     ),
+    Case(
+        "check_width",
+        "columns",
+        lambda: masked_by(8, "int8"),
+        lambda: (masked_by(9, "int8"), masked_by(9, "sink(2,6)")),
+    ),
+    Case(
+        "_attend",
+        "columns for",
+        lambda: masked_by(9, "full", MistralConfig(**SMALL, sliding_window=4)),
+        lambda: masked_by(9, "full", MistralConfig(**SMALL, sliding_window=4), flat=True),
+    ),
     # families, identity, forwards that died
     Case("stock_layers", "has no cache in this", lambda: KVCache(of_type("strange")), lambda: DynamicCache()),
     Case("stock_layers", "has no layers", lambda: KVCache(PreTrainedConfig()), lambda: KVCache(llama_config(1))),
@@ -1145,6 +1158,14 @@ def drafted(name: str, known: bool = False, branch: bool = True) -> None:
     extra = dict(kwargs={"position_ids": torch.tensor([[6, 6, 7]])}) if known else {}
     keys, values = cache.update(ONES, ONES, 0, **extra)
     torch.nn.functional.scaled_dot_product_attention(ONES, keys, values, attn_mask=mask)
+
+
+def masked_by(columns: int, name: str, config: Any = None, flat: bool = False) -> None:
+    """Three more tokens after six, under a mask of so many columns."""
+    model = build(config or llama_config(2), "kvcache")
+    cache, mask = of(name, model.config), torch.ones(1, 1, 3, columns, dtype=torch.bool)
+    feed(model, IDS, cache)
+    feed(model, IDS[:, :3], cache, attention_mask=mask[:, 0, 0].long() if flat else mask)
 
 
 def late_mask(hides: bool) -> Any:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import case
 from models import build, feed, llama, prompt
-from test_caches import gemma3_config, qwen3_next_config
+from test_caches import gemma3_config, mistral_config, qwen3_next_config
+from test_masks import shaped
 
 from hf_kvcache import KVCache, compat
 
@@ -165,3 +166,33 @@ def test_past_recording_survives_a_refused_first_forward():
         with_unknown_argument(model, ids, cache)
     with pytest.raises(ValueError, match="records the past"):
         model(prompt(9, 2), past_key_values=cache)
+
+
+def of_width(columns: int):
+    def masked(model: Any, ids: torch.Tensor, cache: KVCache) -> None:
+        mask = torch.ones(2, 1, ids.shape[1], max(cache.get_seq_length() + columns + ids.shape[1], 1), dtype=torch.bool)
+        model(ids, past_key_values=cache, attention_mask=shaped(mask.tril(), model.config._attn_implementation))
+
+    return masked
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (13, 6), (13, 14)])
+@pytest.mark.parametrize("columns", [-1, 1, 9])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("attention", ["sdpa", "kvcache"])
+def test_a_mask_of_another_width(attention, spec, columns, sizes):
+    assert check(llama(attention), spec, sizes, of_width(columns))
+
+
+@pytest.mark.parametrize("spec", ["int8", "sink(2,6)", "int4(group=4,residual=4)"])
+@pytest.mark.parametrize("sizes", [(0, 4), (5, 1), (13, 1)])
+def test_a_mask_of_another_width_for_a_prompt_or_one_token(spec, sizes):
+    assert check(llama("kvcache"), spec, sizes, of_width(3))
+
+
+@pytest.mark.parametrize("sizes", [(13, 6), (13, 14)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvcache"])
+@pytest.mark.parametrize("config", [gemma3_config, mistral_config])
+@pytest.mark.filterwarnings("ignore:.*changes nothing")
+def test_a_mask_of_all_tokens_for_a_native_window(config, attention, sizes):
+    assert check(build(config(), attention), "int8", sizes, of_width(0))
