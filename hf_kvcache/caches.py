@@ -460,6 +460,12 @@ class KVCache(compat.Cache):
         self._follow_copy()
         if self._progress.reached:  # a mask is made before anything is updated, and must not be blamed
             self._raise_if_uneven()
+        if not query_length and self.get_seq_length() and compat.inside_generate():
+            raise ValueError(
+                f"generate has no token left to feed: it takes the {self.get_seq_length()} tokens that the cache holds "
+                "for the beginning of the prompt, which is shorter: pass the old text and the new one together, or go "
+                "back with rewind() or rollback() first"
+            )
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], KVLayer):
             ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
             layer_idx = next(ours, layer_idx)

@@ -738,6 +738,9 @@ CASES = [
         lambda: masked_by(9, "full", MistralConfig(**SMALL, sliding_window=4)),
         lambda: masked_by(9, "full", MistralConfig(**SMALL, sliding_window=4), flat=True),
     ),
+    Case(
+        "KVCache.get_mask_sizes", "no token left", lambda: generated_anew(), lambda: [generated_anew(x) for x in WAYS]
+    ),
     # families, identity, forwards that died
     Case("stock_layers", "has no cache in this", lambda: KVCache(of_type("strange")), lambda: DynamicCache()),
     Case("stock_layers", "has no layers", lambda: KVCache(PreTrainedConfig()), lambda: KVCache(llama_config(1))),
@@ -999,6 +1002,24 @@ def generated_twice(back: int = 0) -> None:
     cache = fed(model)
     cache.rollback(back)
     model.generate(IDS, past_key_values=cache, max_new_tokens=1, do_sample=False)
+
+
+WAYS = ("together", "rewind", "rollback", "reset")
+
+
+def generated_anew(way: str = "") -> None:
+    """Another, shorter prompt with a cache of six tokens."""
+    model = llama()
+    cache, new = fed(model), IDS[:, 3:5]
+    if way == "rewind":
+        rewind(cache, IDS, new)
+    elif way:
+        cache.rollback(6 if way == "rollback" else 0)
+    if way == "reset":
+        cache.reset()
+    model.generate(
+        torch.cat([IDS, new], 1) if way == "together" else new, past_key_values=cache, max_new_tokens=2, do_sample=False
+    )
 
 
 def fed(model: Any, name: str = "full") -> KVCache:

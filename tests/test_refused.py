@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import case
-from models import build, feed, llama, prompt
+from models import build, feed, greedy, llama, prompt
 from test_caches import gemma3_config, mistral_config, qwen3_next_config
 from test_masks import shaped
 
@@ -196,3 +196,20 @@ def test_a_mask_of_another_width_for_a_prompt_or_one_token(spec, sizes):
 @pytest.mark.filterwarnings("ignore:.*changes nothing")
 def test_a_mask_of_all_tokens_for_a_native_window(config, attention, sizes):
     assert check(build(config(), attention), "int8", sizes, of_width(0))
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("spec", ["full", "int8", "sink(2,6)", "int4(group=4,residual=4)"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvcache"])
+@torch.no_grad()
+def test_a_new_prompt_of_at_most_half_of_what_is_held(attention, spec, length):
+    model, ids = llama(attention), prompt(12, 2)
+    cache = KVCache.from_spec(model.config, spec)
+    model(ids, past_key_values=cache)
+    before = look(cache)
+    with pytest.raises(ValueError, match="no token left to feed.*rewind"):
+        greedy(model, prompt(length, 2, seed=4), cache, 2)
+    assert look(cache) == before
+    text, alone = torch.cat([ids, prompt(length, 2, seed=4)], 1), KVCache.from_spec(model.config, spec)
+    model(ids, past_key_values=alone)
+    assert torch.equal(greedy(model, text, cache, 3), greedy(model, text, alone, 3))
