@@ -574,13 +574,16 @@ def _attend(
 
 def _check_width(history: History, mask: torch.Tensor | None) -> None:
     """Refuse a mask that speaks of other tokens than those there are, before anything is stored."""
-    if mask is None or history.columns == 0:
+    if mask is None:
         return
     chunk = history.chunk
     if chunk is not None:
-        return check_width(mask, chunk.fed + chunk.keys.shape[2], chunk.slots)
-    total = history.fed + history.queries
-    check_width(mask, total, min(sum(part.tokens for part in history.parts), total))
+        total, columns, new = chunk.fed + chunk.keys.shape[2], chunk.slots, chunk.keys.shape[2]
+    else:
+        total, new = history.fed + history.queries, history.queries
+        columns = min(sum(part.tokens for part in history.parts), total)
+    if history.columns != 0 or not new <= mask.shape[-1] <= total:
+        check_width(mask, total, columns)
 
 
 def _without_pads(history: History, mask: torch.Tensor | None) -> History:

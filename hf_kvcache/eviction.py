@@ -86,6 +86,7 @@ class EvictionLayer(KVLayer):
     ) -> None:
         self.budget = retention.for_layer(index, layers)
         self.policy = retention.policy
+        self.mixed = retention.pyramid or retention.adaptive
         self.two = storage.has_tail or bool(storage.sinks)
         if retention.adaptive and self.two:
             raise ValueError(
@@ -187,7 +188,7 @@ class EvictionLayer(KVLayer):
         rules = partial(self._rules, fed, new, self.kept, self._numbers()[0, 0] if whole else None)
         return History(
             [*held, part], rules, not whole and new > 1, *self.dtypes, observer=self, batch=self.batch_size, fed=fed,
-            queries=new, pads=self.found_pads,
+            queries=new, pads=self.found_pads, columns=0 if self.mixed else None,
         )  # fmt: skip
 
     def _numbers(self) -> torch.Tensor:

@@ -414,7 +414,12 @@ class KVLayer(compat.CacheLayerMixin):
 
     @property
     def by_row(self) -> bool:
-        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``)."""
+        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``).
+
+        Where scores are biased by a key's column, slots are all tokens, pads too, until ``_refuse_bias``.
+        """
+        if self.bias:
+            return False
         return (self.retention.evicts or self.storage.has_tail or self.apart > 0) and self.home is None
 
     def _refuse(self, new: int) -> None:

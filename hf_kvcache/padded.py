@@ -47,12 +47,6 @@ class Chunk:
         if self.history is not None and real is not None and not self.history.by_row:
             layer.padded = True  # stored without a mask, pads and all, before it came
             raise ValueError(PADDED)
-        if self.history is None and real is not None and layer.bias:
-            layer.chunk = None
-            raise ValueError(
-                f"layer {layer.index}: {type(layer.config).__name__} biases scores by key position ({layer.bias}), and "
-                "pads are not stored: use rows of equal length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
-            )
         if self.history is None:
             layer.chunk = None
             mark = layer.mark(None)

@@ -1311,7 +1311,6 @@ ELSEWHERE = {
 
 # Sites that nobody has put to the test here yet: their rows in the table are all that is checked.
 LATER = {
-    ("padded", "Chunk.resolve"),  # its second one: pads beside a position bias
     ("rope", "Rope.__init__"),
 }
 
