@@ -44,6 +44,10 @@ FED_TWICE = (
     "call cache.rollback(1) before generating from a prompt that is fully cached, or rewind() where it is shorter or "
     "differs; with use_cache=False pass no cache"
 )
+HIDES_ALL = (  # a mask that ends too early looks like this, too
+    "the attention mask covers none of the new tokens: leave out a forward of pads alone; if they are none, "
+    f"{FED_TWICE}"
+)
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (
     "this retention evicts tokens and the mask hides some (padding): rows would keep them as their first tokens; use "
@@ -100,7 +104,7 @@ class View(NamedTuple):
         facts, queries = look(mask, self.visible.total), self.visible.queries
         end = min(self.visible.total, mask.shape[-1])
         if self.fed and not bool(facts.real[:, max(end - queries, 0) : end].any()):
-            raise ValueError(FED_TWICE)
+            raise ValueError(HIDES_ALL)
         if self.pads is not None and not bool(facts.real[:, :end].all()):
             self.pads()
         if self.causal_only and not (facts.pads and mask.shape[-1] == self.visible.number.shape[-1]):

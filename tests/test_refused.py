@@ -213,3 +213,18 @@ def test_a_new_prompt_of_at_most_half_of_what_is_held(attention, spec, length):
     text, alone = torch.cat([ids, prompt(length, 2, seed=4)], 1), KVCache.from_spec(model.config, spec)
     model(ids, past_key_values=alone)
     assert torch.equal(greedy(model, text, cache, 3), greedy(model, text, alone, 3))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_a_forward_of_pads_alone_is_named(attention, spec):
+    def all_pads(model: Any, ids: torch.Tensor, cache: KVCache) -> None:
+        seen = cache.get_seq_length()
+        mask = torch.ones(2, seen + ids.shape[1], dtype=torch.long)
+        mask[:, seen:] = 0
+        with pytest.raises(ValueError, match="covers none of the new tokens: leave out a forward of pads alone"):
+            model(ids, past_key_values=cache, attention_mask=mask)
+        raise ValueError
+
+    assert check(llama(attention), spec, (13, 4), all_pads)
