@@ -380,6 +380,12 @@ class PaddedLayer(KVLayer):
         slots = [len(run) for run in self.runs]
         return {"own": self.own, "solid": self.solid, "real": self.fed.real, "slots": slots}
 
+    def needed(self) -> tuple[int, int, int]:
+        """The slots that the longest row takes of each run."""
+        ends = self.boundaries(self.own)
+        sealed = (ends - self.apart).clamp(0, self.sealed.limit)
+        return int(self.own.clamp_max(self.apart).max()), int(sealed.max()), int((self.own - ends).max())
+
     def restore(self, own: torch.Tensor, solid: int, real: torch.Tensor) -> None:
         """What ``export`` gave, but the runs."""
         self.begin()

@@ -570,7 +570,7 @@ CASES = [
     Case("fact", "its …", lambda: load(rewritten(rotated="6")), lambda: load(saved())),
     Case("restore", "and says", lambda: load(rewritten(tokens_seen="7")), lambda: load(saved())),
     Case(
-        "_check_fields",
+        "_check",
         "cannot be",
         lambda: snapshot._check_fields(of("full").layers[0], {"seen": -1}),
         lambda: snapshot._check_fields(of("full").layers[0], {"seen": 6}),
