@@ -31,7 +31,7 @@ from . import compat
 from .codecs import Codec, fit
 from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
-from .masked import FED_TWICE, MaskedStates, View
+from .masked import FED_TWICE, MaskedStates, View, check_width, refusals, undo_of, undoes
 from .plan import Mask, Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
@@ -118,6 +118,9 @@ class History(NamedTuple):
     watch: bool = False  # somebody has to look at the mask
     pads: Callable[[], None] | None = None  # told of tokens that the mask hides from all queries
     moved: Moved | None = None
+    window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
+    positions: torch.Tensor | None = None  # of the queries, where they are known
+    columns: int | None = None  # that a mask may have beside those of all tokens; 0: any number
     observer: Any = None  # of importance eviction: gives the mask, and is told what attention saw
     batch: int | None = None  # rows; a part may hold fewer, each for several of them next to each other
     chunk: Any = None  # new tokens of which only the mask says which are pads (``padded.Chunk``)
@@ -158,7 +161,9 @@ class History(NamedTuple):
         carries = self.needed or (self.watch and side == 0)
         if not carries or self.rules is None or (side == 1 and not self.doubled):
             return states
-        view = View(self.rules(), self.fed, self.needed, self.doubled, self.pads)
+        view = View(
+            self.rules(), self.fed, self.needed, self.doubled, self.pads, self.window, self.positions, self.columns
+        )
         return MaskedStates.wrap(states, view, ("keys", "values")[side])
 
 
@@ -168,6 +173,7 @@ class Stored:
     def __init__(self, history: History, side: int) -> None:
         self.history, self._side = history, side
         self._plain: torch.Tensor | None = None
+        self.undo: Callable[[], None] | None = None  # what is refused now has not happened
 
     def plain(self) -> torch.Tensor:
         """The dequantized tensor, [B, H, n, D]; keys carry their mask where a plain causal one is not enough."""
@@ -175,13 +181,15 @@ class Stored:
             chunk = self.history.chunk
             history = self.history if chunk is None else chunk.resolve(None)
             self._plain = history._replace(watch=history.pads is not None).decode_side(self._side)
+            undoes(self._plain, self.undo)
         return self._plain
 
     def touched(self) -> torch.Tensor:
         """What a model gets that does something else with it than our attention: plain, but it looks for pads."""
-        if self.history.observer is not None:
-            self.history.observer.refuse_touch()
-        return self.plain()
+        with refusals(self.undo):
+            if self.history.observer is not None:
+                self.history.observer.refuse_touch()
+            return self.plain()
 
     @property
     def shape(self) -> torch.Size:
@@ -482,16 +490,34 @@ def kvcache_attention(
     Raises:
         ValueError: an argument that is neither known nor in ``HARMLESS``, or one that cannot be honoured here.
     """
-    if _autocasts(query.device):
-        with full_precision(query.device):
-            return kvcache_attention(
-                module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux, **kwargs
-            )
+    run = (module, query, key, value, attention_mask, scaling, dropout, is_causal, softcap, s_aux)
+    with full_precision(query.device), refusals(undo_of(key)):
+        return _attend(*run, **kwargs)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     ordered = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     special = softcap is not None or s_aux is not None
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
         key, value = _plain(key, query.dtype), _plain(value, query.dtype)
         queries, tokens = query.shape[2], key.shape[2]
+        if attention_mask is not None and not isinstance(key, MaskedStates) and 1 != attention_mask.shape[-1] != tokens:
+            raise ValueError(
+                f"the attention mask has {attention_mask.shape[-1]} columns for {tokens} keys, of a layer that keeps "
+                "no more (a native window): pass the 2-D mask of all tokens, or one mask for each layer type"
+            )
         if attention_mask is None and ordered and 1 < queries < tokens:  # ``kvcache_mask`` leaves out what is causal
             own = isinstance(key, MaskedStates) and key.kind == "keys"
             columns = key.carried.visible.total if own else tokens  # slots may be more, or fewer
@@ -523,7 +549,10 @@ def kvcache_attention(
                 f"attention 'kvcache' does not know the argument {unknown[0]!r} that {type(module).__name__} hands "
                 'over: leave it out, or call model.set_attn_implementation("sdpa")'
             )
+        _check_width(key.history, attention_mask)
         history = key.history if key.history.chunk is None else key.history.chunk.resolve(attention_mask)
+        if history.positions is None and history.window is not None:
+            history = history._replace(positions=kwargs.get("position_ids"))
         if attention_mask is None and history.fed and query.shape[2] == history.queries:
             ordered = True  # ``kvcache_mask`` left out a causal mask, whatever the module says of itself (PaliGemma)
     bias = kwargs.pop("position_bias", None)
@@ -541,6 +570,20 @@ def kvcache_attention(
         return compat.sdpa_attention_forward(module, query, keys, values, attention_mask, 0.0, scaling, **kwargs)
     out = _attend_history(query, history, attention_mask, scaling, softcap, s_aux, ordered)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_width(history: History, mask: torch.Tensor | None) -> None:
+    """Refuse a mask that speaks of other tokens than those there are, before anything is stored."""
+    if mask is None:
+        return
+    chunk = history.chunk
+    if chunk is not None:
+        total, columns, new = chunk.fed + chunk.keys.shape[2], chunk.slots, chunk.keys.shape[2]
+    else:
+        total, new = history.fed + history.queries, history.queries
+        columns = min(sum(part.tokens for part in history.parts), total)
+    if history.columns != 0 or not new <= mask.shape[-1] <= total:
+        check_width(mask, total, columns)
 
 
 def _without_pads(history: History, mask: torch.Tensor | None) -> History:
@@ -583,6 +626,10 @@ def _attend_history(
     else:
         assert history.rules is not None
         visible = history.rules().last(queries)
+        if facts is not None and history.window is not None and not facts.padding:
+            straight, visible = visible, visible.by_depth(history.positions, facts.mask, *history.window)
+            if history.moved is not None and visible is not straight:
+                history = history._replace(moved=history.moved._replace(query=visible.query.cpu()))
     turned = None
     if history.moved is not None:
         parts, turned = _move_sinks(query, parts, history.moved)

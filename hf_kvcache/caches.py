@@ -16,18 +16,20 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import compat, families, identity, snapshot
 from . import spec as specs
+from .attention import NAME
 from .eviction import EvictionLayer
 from .layers import KVLayer, WindowLayer, as_rows, position_ids, refuse_positive
-from .masked import FED_TWICE, MASKABLE, MaskedStates, View
+from .masked import FED_TWICE, MASKABLE, MaskedStates, View, undoes
 from .placement import Offload, Offloader
 from .plan import causal
-from .progress import RESET, Progress
+from .progress import RESET, Progress, Undo
 from .regime import Regimes, Rotated
 from .retention import Importance, Retention, SinkWindow
 
@@ -86,6 +88,9 @@ class KVCache(compat.Cache):
         super().__init__(layers=self._make_layers())
         attends = [isinstance(layer, (KVLayer, WindowLayer)) for layer in self.layers]
         self._first = attends.index(True)
+        kinds = [(type(layer), getattr(getattr(layer, "storage", None), "spec", "")) for layer in self.layers]
+        self._window = next((i for i, layer in enumerate(self.layers) if isinstance(layer, WindowLayer)), None)
+        self._guarded = max(kinds.index(kind) for kind, ours in zip(kinds, attends, strict=True) if ours)
         self._progress = Progress(
             self.layers, compat.beside_the_text(self.config), getattr(self.config, "layer_types", None)
         )
@@ -101,6 +106,9 @@ class KVCache(compat.Cache):
         self._made: int | None = None  # ``identity.mark`` of the model when the first token came
         self._with_grad: dict[int, int] = {}  # by layer, the first token that came with a gradient
         self._progress.begin(0)
+        self._undo: Undo | None = (
+            None  # of the forward at work, until it has come to the last of the ``_guarded`` layers
+        )
 
     def _needs(self) -> set[str]:
         """What this cache asks of a model, of ``families.NEEDS``: nothing where slots are all tokens, in order."""
@@ -126,6 +134,9 @@ class KVCache(compat.Cache):
             keep = self._numbers("keep_layers", self.placement.keep_layers, stock)
         self._refuse_far_eviction()
         layers = [self._make_layer(layer, i, len(stock), i in skip, i in keep) for i, layer in enumerate(stock)]
+        ours = [layer for layer in layers if isinstance(layer, KVLayer)]
+        for layer in ours if len({layer.storage.spec for layer in ours}) > 1 else ():
+            layer.mixed = True
         if not any(isinstance(layer, (KVLayer, WindowLayer)) for layer in layers):
             raise ValueError(
                 f"{type(self.config).__name__} has no attention layers whose keys and values could be cached"
@@ -221,6 +232,15 @@ class KVCache(compat.Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Store new keys and values of one layer; see ``KVLayer.update``."""
+        try:
+            return self._guard(layer_idx, *self._update(key_states, value_states, layer_idx, *args, **kwargs))
+        except ValueError:
+            self._take_back(self._undo)
+            raise
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         if self._crosses:
             self._check_encoder_decoder(layer_idx)
         if layer_idx >= len(self.layers):
@@ -231,14 +251,16 @@ class KVCache(compat.Cache):
             before: Any = self.layers[layer_idx - 1]
             if isinstance(before, KVLayer):
                 before.catch_up()  # no attention has come for what waits there, and none will
-            return self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
+            keys, values = self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
+            if layer_idx == self._window and keys.shape[2] < layer.get_seq_length() and key_states.shape[2] > 1:
+                keys = self._looking(keys, layer.get_seq_length() - key_states.shape[2], key_states.shape[2])
+            return keys, values
         positions, seen, new = position_ids(args, kwargs), layer.get_seq_length(), key_states.shape[2]
         self._raise_if_suspect()
         for each in self.layers:
             if isinstance(each, KVLayer):
                 each.check_recording(new)
         last_positions, back = self._check_positions(positions, new)
-        attention = self.config._attn_implementation
         if back and compat.inside_generate():  # elsewhere they were given on purpose
             raise ValueError(FED_TWICE.replace("rollback(1)", f"rollback({back})"))
         if self._offloader is not None:
@@ -248,10 +270,16 @@ class KVCache(compat.Cache):
         self._made = self._made if seen else identity.mark(self._source)
         reached = seen + new if positions is None else max(last_positions) + 1
         self._rotated = self._rotated.fed(seen, new, self._regimes.of(reached))
-        if seen and (back or new > 1) and attention in MASKABLE and not isinstance(keys, MaskedStates):
-            # Only the mask shows a prompt that is fed twice: keys look at it.
-            keys = MaskedStates.wrap(keys, View(causal(new, keys.shape[2]), seen, needed=False), "keys")
+        if seen and (back or new > 1):  # only the mask shows a prompt that is fed twice
+            keys = self._looking(keys, seen, new, 0 if getattr(layer, "mixed", False) else None)
         return keys, values
+
+    def _looking(self, keys: Any, seen: int, new: int, columns: int | None = None) -> Any:
+        """Keys that look at their mask, under an attention that lets them."""
+        if self.config._attn_implementation not in MASKABLE or isinstance(keys, MaskedStates):
+            return keys
+        view = View(causal(new, keys.shape[2]), seen, needed=False, columns=columns)
+        return MaskedStates.wrap(keys, view, "keys")
 
     def _update_layer(
         self, index: int, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -264,7 +292,9 @@ class KVCache(compat.Cache):
         severed, seen = grads and index in self._with_grad, layer.get_seq_length()
         if severed and not new_grads:  # the model is frozen, what it was given is not
             key_states = key_states.detach().requires_grad_()
-        mark = layer.mark()
+        if index > self._guarded:
+            self._undo = None
+        mark = layer.mark(self._undo is not None)
         try:
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException as error:
@@ -272,6 +302,8 @@ class KVCache(compat.Cache):
             if isinstance(error, OSError) and self._offloader is not None and self._offloader.forwards <= 1:
                 self.reset()  # a full disk, and there was nothing before this forward
             raise
+        if self._undo is not None:
+            self._undo.marks.append((layer, mark))
         if new_grads:
             self._with_grad.setdefault(index, seen)
         for states in (keys, values) if severed else ():
@@ -280,7 +312,29 @@ class KVCache(compat.Cache):
                     states.register_hook(_refuse_backward)
         return keys, values
 
-    # -- forwards that die midway ------------------------------------------------------------------------------------
+    # -- forwards that are refused, or die midway --------------------------------------------------------------------
+
+    def _guard(self, index: int, keys: Any, values: Any) -> tuple[Any, Any]:
+        """What attention refuses of the first layer of a kind leaves the cache as it was before this forward. What such
+        a layer takes, all others of its kind take, so that there is nothing to undo any more beyond them."""
+        if self._undo is not None:
+            take_back = partial(self._take_back, self._undo)
+            if isinstance(self.layers[index], WindowLayer) and self.config._attn_implementation == NAME:
+                keys.undo = take_back
+            for states in (keys, values):
+                undoes(states, take_back)
+            if index >= self._guarded:
+                self._undo = None  # the keys hold it, and let go of it with themselves
+        return keys, values
+
+    def _take_back(self, undo: Undo | None) -> None:
+        """The forward that has begun is refused: as if it had not come."""
+        if undo is None or undo.number != self._progress.forwards:
+            return
+        undo()
+        vars(self).update(undo.facts)
+        self._progress.take_back(undone=True)
+        self._last_updated = self._undo = None
 
     def _enter(self, index: int, what: str) -> None:
         """A forward comes to a layer; where it is the first one, the forward before must have reached them all.
@@ -293,8 +347,17 @@ class KVCache(compat.Cache):
         if progress.starts_at(index, what):
             self._raise_if_uneven()
             progress.begin(self._longest())
+            self._undo = Undo(progress.forwards, self._facts(), self._offloader)
         if progress.recurrent or index == progress.first:
+            if self._undo is not None and index in progress.recurrent and index < self._guarded:
+                if all(other != index for other, _ in progress.reached):
+                    self._undo.marks.append((self.layers[index], _states(self.layers[index])))
             progress.reached.add((index, what))
+
+    def _facts(self) -> dict[str, Any]:
+        """What a forward changes beside the layers."""
+        names = ("_last_positions", "_made", "_rotated")
+        return {**{name: getattr(self, name) for name in names}, "_with_grad": dict(self._with_grad)}
 
     def _raise_if_uneven(self) -> None:
         """Refuse to go on with layers that differ, and say what would make them equal."""
@@ -397,6 +460,12 @@ class KVCache(compat.Cache):
         self._follow_copy()
         if self._progress.reached:  # a mask is made before anything is updated, and must not be blamed
             self._raise_if_uneven()
+        if not query_length and self.get_seq_length() and compat.inside_generate():
+            raise ValueError(
+                f"generate has no token left to feed: it takes the {self.get_seq_length()} tokens that the cache holds "
+                "for the beginning of the prompt, which is shorter: pass the old text and the new one together, or go "
+                "back with rewind() or rollback() first"
+            )
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], KVLayer):
             ours = (i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.storage.lossless)
             layer_idx = next(ours, layer_idx)
@@ -621,7 +690,7 @@ class KVCache(compat.Cache):
         memo.update(own)
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        for name, value in self.__dict__.items():
+        for name, value in self.__getstate__().items():
             new.__dict__[name] = copy.deepcopy(value, memo)
         for key in own:
             del memo[key]
@@ -647,7 +716,7 @@ class KVCache(compat.Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_copy()
-        return dict(self.__dict__)
+        return {**self.__dict__, "_undo": None}
 
     @classmethod
     def from_states(
@@ -926,6 +995,12 @@ def _rows(layer: Any) -> int | None:
     """The batch of a recurrent layer; ``None`` before its first forward."""
     held = [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
     return held[0].shape[0] if held else None
+
+
+def _states(layer: Any) -> dict[str, Any]:
+    """All that a recurrent layer is, in copies: it changes in place."""
+    copied = lambda v: v.clone() if isinstance(v, torch.Tensor) else v  # noqa: E731
+    return {k: {i: copied(t) for i, t in v.items()} if isinstance(v, dict) else v for k, v in vars(layer).items()}
 
 
 def _known(options: dict[str, Any], *names: str) -> dict[str, Any]:

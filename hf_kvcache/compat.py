@@ -131,9 +131,9 @@ def warn_if_dropped(spec: str, limit: int) -> None:
     if ids is not None and ids.shape[1] > limit:
         name = type(caller.f_locals.get("self")).__name__
         warnings.warn(
-            f"{name} starts anew where a sequence passes {limit} tokens: generate drops this {spec!r} cache at "
-            f"{ids.shape[1]} tokens and goes on with a DynamicCache. To keep a cache, feed a prompt of more than "
-            f"{limit + 1} tokens, but its last one, with model(...) in one forward first",
+            f"{name} starts anew where a sequence passes {limit} tokens, so generate drops this {spec!r} cache at "
+            f"{ids.shape[1]} tokens and goes on with a DynamicCache: only a cache into which one call of model(...) "
+            f"has put more than {limit} tokens before is kept",
             stacklevel=4,
         )
 

@@ -86,6 +86,7 @@ class EvictionLayer(KVLayer):
     ) -> None:
         self.budget = retention.for_layer(index, layers)
         self.policy = retention.policy
+        self.mixed = retention.pyramid or retention.adaptive
         self.two = storage.has_tail or bool(storage.sinks)
         if retention.adaptive and self.two:
             raise ValueError(
@@ -144,9 +145,8 @@ class EvictionLayer(KVLayer):
             history = self._take(key_states, value_states)
             if attention == NAME:
                 return Stored(history, 0), Stored(history, 1)
-            out = history._replace(observer=None, watch=True).decode()
-            self.settle(None, None, None)
-        return out
+            self.touched = True  # what is beyond the budget goes when attention has taken the mask (``catch_up``)
+            return history._replace(observer=None, watch=True).decode()
 
     def _refuse_stock(self, attention: str | None) -> None:
         if attention == NAME:
@@ -169,7 +169,8 @@ class EvictionLayer(KVLayer):
             return
         if self.pending.keys.shape[2]:
             self.refuse_touch()
-        self.settle(*(self.read or (None, None, None)))
+        with torch.no_grad(), full_precision(self.pending.keys.device):
+            self.settle(*(self.read or (None, None, None)))
 
     def catch_up(self) -> None:
         """Let go of what the last forward's tokens replace, where the model took them apart (latents of MLA)."""
@@ -187,7 +188,7 @@ class EvictionLayer(KVLayer):
         rules = partial(self._rules, fed, new, self.kept, self._numbers()[0, 0] if whole else None)
         return History(
             [*held, part], rules, not whole and new > 1, *self.dtypes, observer=self, batch=self.batch_size, fed=fed,
-            queries=new, pads=self.found_pads,
+            queries=new, pads=self.found_pads, columns=0 if self.mixed else None,
         )  # fmt: skip
 
     def _numbers(self) -> torch.Tensor:
@@ -218,24 +219,27 @@ class EvictionLayer(KVLayer):
             raise ValueError(f"layer {self.index}: heads of adaptive budgets differ, and {kept}: leave out adaptive")
         self.touched = True
 
-    def mark(self) -> Any:
+    def mark(self, keep: bool | None = False) -> Any:
         """Where the layer is, for ``recall``."""
-        return self.seen, self.is_initialized
+        return self.seen, self.is_initialized, self.padded, self.record_past
 
     def recall(self, mark: Any) -> None:
-        """After an exception in ``update``: nothing waits for an attention that will not come."""
-        seen, initialized = mark
+        """After an exception in ``update``, or where attention refuses the new tokens: nothing waits for an attention
+        that will not come."""
+        seen, initialized, padded, record_past = mark
         if self.torn:
             return
         if self.pending is not None and self.pending.first == seen:
             self._drop_pending()
+            self.padded = padded
         if not initialized and not self.seen:
             self.reset()
+            self.record_past = record_past
 
     def _drop_pending(self) -> None:
         """Forget the new tokens of the last forward, which are still beside the slots: exact."""
         assert self.pending is not None
-        self.seen, self.pending, self.read = self.pending.first, None, None
+        self.seen, self.pending, self.read, self.touched = self.pending.first, None, None, False
 
     # -- attention asks ----------------------------------------------------------------------------------------------
 

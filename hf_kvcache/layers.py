@@ -243,6 +243,7 @@ class KVLayer(compat.CacheLayerMixin):
     blind = False  # the last tokens were stored without an attention, by ``catch_up``
     touched = False  # the model took new tokens apart, so that they wait for no attention of ours
     given = skipped = 0  # see ``pretend``
+    mixed = False  # other layers of the cache have other slots, and masks are made for those
 
     def __init__(
         self, storage: Storage, retention: Retention, config: Any, index: int, home: Home | None = None
@@ -288,29 +289,29 @@ class KVLayer(compat.CacheLayerMixin):
 
     # -- an update that fails ----------------------------------------------------------------------------------------
 
-    def mark(self) -> Any:
-        """Where the layer is, for ``recall``."""
+    def mark(self, keep: bool | None = False) -> Any:
+        """Where the layer is, for ``recall``; ``keep``: also after a full window has gone on (see ``Slab.mark``)."""
         slabs = [slab for run in self.runs for slab in run.slabs]
-        for slab in slabs:
-            slab.overwrote = False
-        return self.__class__, self.seen, self.is_initialized, [(slab, dict(vars(slab))) for slab in slabs]
+        return self.__class__, dict(vars(self)), [(slab, slab.mark(keep)) for slab in slabs]
 
     def recall(self, mark: Any) -> None:
-        """After an exception in ``update``: be where ``mark`` was made, or *torn* where rows were overwritten.
-
-        Slabs write behind what they hold, or to new tensors: their old fields say what they held.
-        """
-        kind, seen, initialized, slabs = mark
-        if self.__class__ is not kind or self.seen != seen:  # all of it was stored, or nothing is left
+        """After an exception in ``update``, or where attention refuses what it stored: be where ``mark`` was made, or
+        *torn* where that is gone."""
+        kind, fields, slabs = mark
+        if not fields["is_initialized"]:
+            self.reset()
+            self.record_past = fields.get("record_past", False)
             return
-        if not initialized:
-            return self.reset()
-        changed = any(vars(slab)[name] != fields[name] for slab, fields in slabs for name in ("appended", "capacity"))
-        if any(slab.overwrote for slab, _ in slabs) or (changed and self.home is not None):
+        far = self.home is not None and not self.home.in_place
+        halfway = self.seen == fields["seen"] and any(slab.appended != old[0]["appended"] for slab, old in slabs)
+        if not all(slab.recalls(old) for slab, old in slabs) or (far and halfway):
             self.torn = True
             return
-        for slab, fields in slabs if self.home is None else ():
-            vars(slab).update(fields)
+        for slab, old in slabs:
+            slab.recall(old)
+        self.__class__ = kind
+        vars(self).clear()
+        vars(self).update(fields)
 
     # -- where tokens lie --------------------------------------------------------------------------------------------
 
@@ -397,7 +398,10 @@ class KVLayer(compat.CacheLayerMixin):
                 from .padded import Chunk
 
                 self.chunk, self.blind = Chunk(self, key_states, value_states), False
-                history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+                history = History(
+                    [], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk,
+                    columns=0 if self.mixed else None,
+                )  # fmt: skip
                 return Stored(history, 0), Stored(history, 1)
             with torch.no_grad(), full_precision(key_states.device):
                 history = self._append(key_states, value_states, with_grad)
@@ -405,11 +409,17 @@ class KVLayer(compat.CacheLayerMixin):
             if fresh:  # a refused first update leaves nothing behind
                 self.reset()
             raise
+        history = history._replace(positions=position_ids(args, kwargs))
         return self._present(history, (key_states, value_states) if with_grad else None)
 
     @property
     def by_row(self) -> bool:
-        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``)."""
+        """Whether it matters which of a row's own tokens a slot holds, and attention can still tell (``padded.py``).
+
+        Where scores are biased by a key's column, slots are all tokens, pads too, until ``_refuse_bias``.
+        """
+        if self.bias:
+            return False
         return (self.retention.evicts or self.storage.has_tail or self.apart > 0) and self.home is None
 
     def _refuse(self, new: int) -> None:
@@ -483,6 +493,7 @@ class KVLayer(compat.CacheLayerMixin):
         runs = [*(self.sinks.parts() if layout.sinks else ()), *sealed, raw]
         parts = [part for part in runs if part is not None and part.tokens] or [self.sealed.part()]
         history = self._history(parts, rules, needed, layout.doubled, new)
+        history = history._replace(columns=0 if self.mixed or ordered else layout.slots)
         return history._replace(again=self._again(keys, values)) if new == 1 else history
 
     def _history(
@@ -491,18 +502,18 @@ class KVLayer(compat.CacheLayerMixin):
         fed = self.seen - new
         moved, pads = self._moved(fed), self.found_pads if self.retention.evicts else None
         return History(
-            parts, rules, needed, *self.dtypes, doubled=doubled, pads=pads, moved=moved, batch=self.batch_size, fed=fed,
-            queries=new,
+            parts, rules, needed, *self.dtypes, doubled=doubled, pads=pads, moved=moved, window=self.retention.reach,
+            batch=self.batch_size, fed=fed, queries=new,
         )  # fmt: skip
 
     def found_pads(self) -> None:
         """A mask hides tokens from all queries, and they have slots of their own here.
 
         Raises:
-            ValueError: tokens were evicted, among them perhaps the row's first ones.
+            ValueError: tokens are evicted, among them perhaps the row's first ones.
         """
         self.padded = True
-        if self.kept < self.seen:
+        if self.kept_at(self.seen) < self.seen:  # whatever is still there, no window reaches it
             raise ValueError(PADDED)
 
     @property
@@ -568,7 +579,8 @@ class KVLayer(compat.CacheLayerMixin):
         self.seen += 1
         parts = [part for run in self.runs if len(run) for part in run.parts()]
         history = self._history(parts, rules, False, False, 1)
-        return self._present(history._replace(again=self._again(keys, values)), None)
+        history = history._replace(again=self._again(keys, values), columns=0 if self.mixed else None)
+        return self._present(history, None)
 
     def _again(self, keys: torch.Tensor, values: torch.Tensor) -> Callable[[torch.Tensor], History] | None:
         """How to store one token anew, should its mask say that it is a pad in some rows."""
@@ -944,12 +956,12 @@ class WindowLayer(compat.DynamicSlidingWindowLayer):
             )
         self.cumulative_length = tokens
 
-    def mark(self) -> Any:
+    def mark(self, keep: bool | None = False) -> Any:
         """Where the layer is, for ``recall``; an update makes new tensors, and changes none."""
         return dict(vars(self))
 
     def recall(self, mark: Any) -> None:
-        """After an exception in ``update``: as if it had not been called."""
+        """As if ``update`` had not been called."""
         vars(self).clear()
         vars(self).update(mark)
 

@@ -20,7 +20,8 @@ one is needed; where none is, the states go on as "watch" and "glance": they cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +45,25 @@ FED_TWICE = (
     "call cache.rollback(1) before generating from a prompt that is fully cached, or rewind() where it is shorter or "
     "differs; with use_cache=False pass no cache"
 )
+HIDES_ALL = (  # a mask that ends too early looks like this, too
+    "the attention mask covers none of the new tokens: leave out a forward of pads alone; if they are none, "
+    f"{FED_TWICE}"
+)
 ASK_FOR_OURS = 'call hf_kvcache.register() and model.set_attn_implementation("kvcache")'
 PADDED = (
     "this retention evicts tokens and the mask hides some (padding): rows would keep them as their first tokens; use "
     f"rows of equal length, or retention 'all', or {ASK_FOR_OURS}, with placement 'device'"
 )
+
+
+def check_width(mask: torch.Tensor, total: int, columns: int | None = None) -> None:
+    """Refuse a mask whose columns are neither the ``total`` tokens so far nor the ``columns`` that were asked for."""
+    if mask.shape[-1] not in (total, columns):
+        held = "" if columns in (None, total) else f" or the {columns} that get_mask_sizes() names"
+        raise ValueError(
+            f"the attention mask has {mask.shape[-1]} columns, and not the {total} of all tokens so far{held}: give it "
+            "one for each token, the new ones included, or pass the 2-D mask of all tokens"
+        )
 
 
 class View(NamedTuple):
@@ -59,7 +74,11 @@ class View(NamedTuple):
     needed: bool  # False: the mask that the model applies says it all, and keys only look at it
     doubled: bool = False  # some tokens have two slots
     pads: Callable[[], None] | None = None  # called where the mask hides tokens from all queries
+    window: tuple[int, int] | None = None  # (sinks, window), where tokens leave
+    positions: torch.Tensor | None = None  # of the queries, where they are known
+    columns: int | None = None  # that a mask may have beside those of all tokens; 0: any number
     causal_only: bool = False  # the model applies the mask, which can say nothing else
+    undo: Callable[[], None] | None = None  # what is refused now has not happened
 
     @property
     def plain(self) -> bool:
@@ -78,13 +97,15 @@ class View(NamedTuple):
         """The facts of a mask.
 
         Raises:
-            ValueError: no query of any row may see itself (a prompt fed twice), what ``pads`` raises, or a mask that
-                is not causal where slots are no tokens.
+            ValueError: no query of any row may see itself (a prompt fed twice), what ``pads`` raises, a mask that is
+                not causal where slots are no tokens, or one of a wrong width.
         """
+        if self.columns != 0 and mask.shape[-1] != self.visible.number.shape[-1]:
+            check_width(mask, self.visible.total, self.columns)
         facts, queries = look(mask, self.visible.total), self.visible.queries
         end = min(self.visible.total, mask.shape[-1])
         if self.fed and not bool(facts.real[:, max(end - queries, 0) : end].any()):
-            raise ValueError(FED_TWICE)
+            raise ValueError(HIDES_ALL)
         if self.pads is not None and not bool(facts.real[:, :end].all()):
             self.pads()
         if self.causal_only and not (facts.pads and mask.shape[-1] == self.visible.number.shape[-1]):
@@ -99,7 +120,34 @@ class View(NamedTuple):
         if mask is None:
             return self.visible.rows()
         self.look(mask)
-        return self.visible.rows(mask)
+        visible = self.visible
+        if self.window is not None:
+            visible = visible.by_depth(self.positions, mask, *self.window)
+        return visible.rows(mask)
+
+
+@contextmanager
+def refusals(undo: Callable[[], None] | None) -> Iterator[None]:
+    """A refusal in here leaves the cache as it was before the forward."""
+    try:
+        yield
+    except ValueError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def undo_of(states: Any) -> Callable[[], None] | None:
+    """What ``undoes`` gave to these keys."""
+    return states.carried.undo if isinstance(states, MaskedStates) else getattr(states, "undo", None)
+
+
+def undoes(states: Any, undo: Callable[[], None] | None) -> None:
+    """What attention or these states refuse, ``undo`` takes back."""
+    if isinstance(states, MaskedStates):
+        states.carried = states.carried._replace(undo=undo)
+    elif hasattr(states, "undo"):
+        states.undo = undo
 
 
 class MaskedStates(torch.Tensor):
@@ -123,34 +171,39 @@ class MaskedStates(torch.Tensor):
         carriers = [a for a in _leaves((args, kwargs)) if isinstance(a, MaskedStates) and hasattr(a, "carried")]
         if not carriers:
             return super().__torch_function__(func, types, args, kwargs)
-        carrier, name = min(carriers, key=lambda a: a.kind), func.__name__  # in this order
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.scaled_dot_product_attention and carrier.kind == "keys":
-                return carrier._attend(*args, **kwargs)
-            if carrier.kind == "scores":
-                return carrier._score(func, args, kwargs)
-            if carrier.kind in ("glance", "watch"):
-                return carrier._look(func, args, kwargs)
-            if name == "__getitem__" and carrier._cuts_slots(args[1]):
-                return carrier
-            out = func(*_map(_plain, args), **_map(_plain, kwargs))
-            if name in KEEPS_STATES and isinstance(out, torch.Tensor):
-                return cls.wrap(out, carrier.carried, carrier.kind)
-            if carrier.kind == "values":
-                return out
-            if name in MAKES_SCORES and carrier._fits(out):
-                return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
-            if name in BREAKS_KEYS and carrier.carried.needed and carrier.carried.plain:
-                view = carrier.carried._replace(needed=False, causal_only=True)
-                return _map(lambda t: cls.wrap(t, view, "watch") if isinstance(t, torch.Tensor) else t, out)
-            if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
-                alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
-                single = "" if alone else "feed token by token, or "
-                raise ValueError(
-                    f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
-                    f"{single}use retention 'all' with storage 'full', 'int8' or 'fp8'"
-                )
-            return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
+        carrier = min(carriers, key=lambda a: a.kind)  # in this order
+        with torch._C.DisableTorchFunctionSubclass(), refusals(carrier.carried.undo):
+            return cls._carry(carrier, func, args, kwargs)
+
+    @classmethod
+    def _carry(cls, carrier: MaskedStates, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.__name__
+        if func is F.scaled_dot_product_attention and carrier.kind == "keys":
+            return carrier._attend(*args, **kwargs)
+        if carrier.kind == "scores":
+            return carrier._score(func, args, kwargs)
+        if carrier.kind in ("glance", "watch"):
+            return carrier._look(func, args, kwargs)
+        if name == "__getitem__" and carrier._cuts_slots(args[1]):
+            return carrier
+        out = func(*_map(_plain, args), **_map(_plain, kwargs))
+        if name in KEEPS_STATES and isinstance(out, torch.Tensor):
+            return cls.wrap(out, carrier.carried, carrier.kind)
+        if carrier.kind == "values":
+            return out
+        if name in MAKES_SCORES and carrier._fits(out):
+            return cls.wrap(out, carrier.carried.of_last(out.shape[-2]), "scores")
+        if name in BREAKS_KEYS and carrier.carried.needed and carrier.carried.plain:
+            view = carrier.carried._replace(needed=False, causal_only=True)
+            return _map(lambda t: cls.wrap(t, view, "watch") if isinstance(t, torch.Tensor) else t, out)
+        if (name in MAKES_SCORES or name in BREAKS_KEYS) and carrier.carried.needed:
+            alone = carrier.carried.visible.queries == 1 or (carrier.carried.doubled and carrier.carried.pads)
+            single = "" if alone else "feed token by token, or "
+            raise ValueError(
+                f"this model applies {name} to its keys before attention, so a mask of our own cannot be applied: "
+                f"{single}use retention 'all' with storage 'full', 'int8' or 'fp8'"
+            )
+        return _map(lambda t: carrier._as(t, "watch"), out) if name in BREAKS_KEYS else out
 
     def _as(self, other: Any, kind: str) -> Any:
         return MaskedStates.wrap(other, self.carried, kind) if isinstance(other, torch.Tensor) else other

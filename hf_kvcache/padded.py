@@ -47,14 +47,9 @@ class Chunk:
         if self.history is not None and real is not None and not self.history.by_row:
             layer.padded = True  # stored without a mask, pads and all, before it came
             raise ValueError(PADDED)
-        if self.history is None and real is not None and layer.bias:
-            layer.chunk = None
-            raise ValueError(
-                f"layer {layer.index}: {type(layer.config).__name__} biases scores by key position ({layer.bias}), and "
-                "pads are not stored: use rows of equal length, or retention 'all' with storage 'full', 'int8' or 'fp8'"
-            )
         if self.history is None:
-            layer.chunk, mark = None, layer.mark()
+            layer.chunk = None
+            mark = layer.mark(None)
             try:
                 with torch.no_grad(), full_precision(self.keys.device):
                     if real is not None or isinstance(layer, PaddedLayer):
@@ -120,6 +115,11 @@ class PaddedLayer(KVLayer):
             start = end - part.tokens if run is self.sealed else none
             run.put(part, start, torch.full_like(none, part.tokens))
 
+    def mark(self, keep: bool | None = False) -> Any:
+        """As ``KVLayer.mark``."""
+        kind, fields, slabs = super().mark(keep)
+        return kind, fields | {"fed": self.fed.map(lambda t: t)}, slabs  # it counts in place
+
     def reset(self) -> None:
         """Forget everything, the padding too."""
         for name in ("own", "solid", "fed"):
@@ -163,7 +163,8 @@ class PaddedLayer(KVLayer):
             raise ValueError(f"layer {self.index} holds padded rows, which take no gradients: use torch.no_grad()")
         self._check(key_states, value_states)
         self.chunk, self.blind = Chunk(self, key_states, value_states), False
-        history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk)
+        columns = 0 if self.mixed else None
+        history = History([], None, False, *self.dtypes, batch=self.batch_size, chunk=self.chunk, columns=columns)
         return Stored(history, 0), Stored(history, 1)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> History:
@@ -248,8 +249,8 @@ class PaddedLayer(KVLayer):
             moved = Moved(min(self.retention.sinks, len(self.sinks)), edge, number, number.shape[1], self.rope)
         parts, new = [part for part, _, _ in seen], number.shape[1]
         return History(
-            parts, lambda: rules, True, *self.dtypes, moved=moved, batch=self.batch_size, by_row=True,
-            real=self.fed.whole(), fed=self.seen - new, queries=new,
+            parts, lambda: rules, True, *self.dtypes, moved=moved, window=self.retention.reach, batch=self.batch_size,
+            by_row=True, real=self.fed.whole(), fed=self.seen - new, queries=new,
         )  # fmt: skip
 
     # -- transformers: asking ----------------------------------------------------------------------------------------
@@ -378,6 +379,12 @@ class PaddedLayer(KVLayer):
         self.catch_up()
         slots = [len(run) for run in self.runs]
         return {"own": self.own, "solid": self.solid, "real": self.fed.real, "slots": slots}
+
+    def needed(self) -> tuple[int, int, int]:
+        """The slots that the longest row takes of each run."""
+        ends = self.boundaries(self.own)
+        sealed = (ends - self.apart).clamp(0, self.sealed.limit)
+        return int(self.own.clamp_max(self.apart).max()), int(sealed.max()), int((self.own - ends).max())
 
     def restore(self, own: torch.Tensor, solid: int, real: torch.Tensor) -> None:
         """What ``export`` gave, but the runs."""

@@ -32,7 +32,7 @@ import torch
 
 from .codecs import State
 from .disk import Folder, LayerFile
-from .store import Slab, map_state, narrow
+from .store import Kept, Slab, map_state, narrow
 from .tiers import DiskRows, HostRows, Layout, Rows, lay
 from .transfer import CudaLane, HostMemory, Lane, ReadAhead, Ticket
 
@@ -507,6 +507,21 @@ class FarSlab(Slab):
         self.row_bytes = self.rows.layout.row_bytes
         self.home.flush()
 
+    def mark(self, keep: bool | None = False) -> tuple[dict[str, Any], Kept | None]:
+        fields, kept = super().mark(keep)
+        return (fields, kept) if self.rows is None else ({**fields, "held": None}, kept)
+
+    def recalls(self, mark: tuple[dict[str, Any], Kept | None]) -> bool:
+        return super().recalls(mark) if self.rows is None else not self.overwrote
+
+    def recall(self, mark: tuple[dict[str, Any], Kept | None]) -> None:
+        if self.rows is None:
+            super().recall(mark)
+        elif not mark[0]["appended"]:
+            self.clear()
+        else:
+            self.truncate(mark[0]["appended"])
+
     def clear(self) -> None:
         self.home.discard()
         super().clear()
@@ -527,4 +542,4 @@ class FarSlab(Slab):
         return {"device": hot, "cpu": {name: size - hot[name] for name, size in parts.items()}}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": self.held if self.rows is None else None}
+        return {**super().__getstate__(), "held": self.held if self.rows is None else None}

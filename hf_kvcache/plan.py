@@ -64,6 +64,22 @@ class Mask(NamedTuple):
         return None if bool(real.all()) else real
 
 
+BRANCHES = (
+    "drafts that branch under a window: what it reaches depends on their position_ids, which this model does not hand "
+    "over: feed branch by branch from a fork(), or use retention 'all'"
+)
+
+
+def branches(mask: torch.Tensor, total: int, queries: int) -> bool:
+    """Whether a new token is hidden from one of the later ones, and seen again by one that comes after that."""
+    end = min(total, mask.shape[-1])
+    if mask.shape[-2] != queries or end < queries:
+        return False
+    seen = allowed(mask[..., end - queries : end])
+    hidden = ~seen & torch.ones_like(seen).tril(-1)
+    return bool((hidden.to(torch.uint8).cummax(-2).values.bool() & seen).any())
+
+
 _looked: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int, Mask]] = []
 
 
@@ -178,6 +194,34 @@ class Visible(NamedTuple):
         if own.dtype == torch.bool:
             return own & seen[:, None]
         return own.masked_fill(~seen[:, None], float("-inf"))
+
+    def by_depth(self, positions: torch.Tensor | None, mask: torch.Tensor, sinks: int, window: int) -> Visible:
+        """The same for drafts that branch: a window reaches back from a draft's own place in its branch.
+
+        Args:
+            positions: of the queries, [B or 1, q], from whoever brings the mask, too; ``None``: they are not known.
+            mask: as in ``rows``, the caller's own.
+
+        Raises:
+            ValueError: drafts branch, a window is left, and nobody says where they are.
+        """
+        queries = self.queries
+        if queries < 2 or int(self.query.max()) < sinks + window or bool((self.query.diff() != 1).any()):
+            return self  # no window is left, or some are pads
+        if positions is None or positions.dim() != 2 or positions.shape[1] != queries:
+            if branches(mask, self.total, queries):
+                raise ValueError(BRANCHES)
+            return self
+        depth = (positions - positions[:, :1]).to(self.query.device)
+        order = torch.arange(queries, device=depth.device)
+        if bool((depth < 0).any()) or bool((depth > order).any()):  # something else that is side by side
+            return self
+        start = self.query[:, :1]
+        late = (self.number - start).expand(max(len(depth), len(self.number)), -1)
+        own = start + depth.expand(len(late), -1).gather(1, late.clamp(0, queries - 1))
+        until = self.until.expand(len(late), -1)
+        until = torch.where((late >= 0) & (own >= sinks), torch.minimum(until, own + window), until)
+        return self._replace(query=start + depth, until=until)
 
     def rows_of(self, start: int, stop: int) -> torch.Tensor:
         """``rows`` without a mask."""

@@ -74,6 +74,10 @@ class Policy:
         """Bytes of ``pool.memory`` for one row of ``seen`` tokens; ``width`` is that of a key."""
         return 0
 
+    def remembers(self, memory: dict[str, torch.Tensor], batch: int, heads: int, width: int) -> bool:
+        """Whether this can be ``pool.memory`` after some tokens: rows come first."""
+        return all(t.shape[:1] == (batch,) for t in memory.values())
+
 
 class Random(Policy):
     """The control: what a budget is worth without any policy. A hash of (seed, layer, head, position)."""
@@ -116,6 +120,9 @@ class KeyDiff(Policy):
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return 4 * heads * width
+
+    def remembers(self, memory: dict[str, torch.Tensor], batch: int, heads: int, width: int) -> bool:
+        return _are(memory, anchor=(torch.float32, (batch, heads, width)))
 
 
 class Tova(Policy):
@@ -269,6 +276,22 @@ class Expected(Policy):
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return min(self.queries, seen) * (4 * query_heads * (width + 1) + 8) + 8
+
+    def remembers(self, memory: dict[str, torch.Tensor], batch: int, heads: int, width: int) -> bool:
+        groups, count = (memory["query"].shape[2:4] if memory["query"].dim() == 5 else (0, 0)) if memory else (1, 1)
+        shape = (batch, heads, groups, count)
+        return 0 < count <= self.queries and _are(
+            memory,
+            query=(torch.float32, (*shape, width)),
+            level=(torch.float32, shape),
+            number=(torch.int64, (batch, count)),
+            seen=(torch.int64, (batch,)),
+        )
+
+
+def _are(memory: dict[str, torch.Tensor], **wanted: tuple[torch.dtype, tuple[int, ...]]) -> bool:
+    """Whether these are the tensors of a memory, by dtype and shape."""
+    return {name: (t.dtype, tuple(t.shape)) for name, t in memory.items()} == wanted
 
 
 def _take(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Progress:
         self.attention = [i for i in own if isinstance(layers[i], (KVLayer, WindowLayer))]
         self.recurrent = [i for i in own if isinstance(layers[i], compat.LinearAttentionCacheLayerMixin)]
         self.first = min([*self.attention, *self.recurrent], default=0)
+        self.forwards = 0  # begun, or made as if they had not
         self.begin(0)
 
     def begin(self, before: int) -> None:
@@ -40,11 +41,13 @@ class Progress:
         self.last: tuple[set[tuple[int, str]], int] = (getattr(self, "reached", set()), getattr(self, "before", 0))
         self.reached: set[tuple[int, str]] = set()
         self.before = before
+        self.forwards += 1
 
-    def take_back(self) -> None:
-        """The forward that has begun is refused before it changes anything."""
-        if all(what in ("conv", "recurrent") for _, what in self.reached):
+    def take_back(self, undone: bool = False) -> None:
+        """The forward that has begun is refused before it changes anything, or what it changed is ``undone``."""
+        if undone or all(what in ("conv", "recurrent") for _, what in self.reached):
             self.reached, self.before = self.last
+            self.forwards += 1
 
     def fork(self) -> Progress:
         """Another one at the same place."""
@@ -101,6 +104,32 @@ class Progress:
         if len(set(seen.values())) < 2:
             return None
         return f"the last forward stopped midway, and the layers differ: {_by_length(seen)}"
+
+
+class Undo:
+    """How to take back the forward that has begun, should attention refuse its mask or its arguments.
+
+    Layers of a kind are asked alike, so what the first one of each kind takes, all take: nobody keeps more than what
+    was before those, and that only until their attention has come (``KVCache._guard``).
+    """
+
+    def __init__(self, number: int, facts: dict[str, Any], offloader: Any) -> None:
+        self.number, self.facts, self.offloader = number, facts, offloader
+        self.counters = {name: getattr(offloader, name) for name in COUNTERS} if offloader else {}
+        self.marks: list[tuple[Any, Any]] = []  # layers, and where they were
+
+    def __call__(self) -> None:
+        """The layers are where they were, or torn."""
+        for layer, mark in reversed(self.marks):
+            if hasattr(layer, "recall"):
+                layer.recall(mark)
+            else:
+                vars(layer).update(mark)
+        if self.offloader is not None:
+            vars(self.offloader).update(self.counters)
+
+
+COUNTERS = ("bytes_out", "bytes_in", "waits", "forwards")
 
 
 def _by_length(seen: dict[int, int | None]) -> str:

@@ -26,6 +26,7 @@ class KeepAll:
     """Every token stays."""
 
     sinks, window, evicts, reposition = 0, None, False, False
+    reach: tuple[int, int] | None = None
     policy: Policy | None = None
     spec = "all"
 
@@ -46,6 +47,11 @@ class SinkWindow:
     def __init__(self, sinks: int = 4, window: int = 1020, reposition: bool = False) -> None:
         _check("sink", ("sinks", sinks, 0), ("window", window, 1))
         self.sinks, self.window, self.reposition = sinks, window, flag("sink", "reposition", reposition)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The first tokens, and how many of the last, that a query sees."""
+        return self.sinks, self.window
 
     @property
     def spec(self) -> str:
@@ -70,7 +76,7 @@ class Importance:
         ValueError: an unknown policy or option, or a budget smaller than what always stays.
     """
 
-    evicts, window, reposition = True, None, False
+    evicts, window, reposition, reach = True, None, False, None
 
     def __init__(
         self,

@@ -117,10 +117,10 @@ def restore(cache: Any, snapshot: Snapshot, device: Any = None) -> None:
         except ValueError as error:
             raise ValueError(f"{path}: layer {index}: {error}") from None
     cache._last_positions, cache._rotated = positions, rotated(snapshot)
-    if cache.get_seq_length() != seen:
-        raise ValueError(
-            f"{path} holds {cache.get_seq_length()} tokens, and says tokens_seen={metadata['tokens_seen']}"
-        )
+    held = {cache.get_seq_length(), *(cache.layers[index].get_seq_length() for index in cache._progress.attention)}
+    if held != {seen}:
+        count = " and ".join(map(str, sorted(held)))
+        raise ValueError(f"{path} holds {count} tokens, and says tokens_seen={metadata['tokens_seen']}")
 
 
 def fact(snapshot: Snapshot, name: str, parse: Callable[[str], Any], fits: Callable[[Any], bool]) -> Any:
@@ -226,6 +226,8 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
     fields = {key: _unpack(value, tensors, device) for key, value in facts["fields"].items()}
     _check_fields(layer, fields)
     if isinstance(layer, EvictionLayer):
+        if fields:
+            _check_evicted(layer, fields)
         return layer.restore(fields)
     if not isinstance(layer, KVLayer):
         if set(fields) != set(vars(layer)) and not set(vars(layer)) <= set(fields):
@@ -239,8 +241,13 @@ def _load_layer(layer: Any, facts: Any, name: str, tensors: Mapping[str, torch.T
     if layer.home is not None:
         layer.home.device = layer.device
     if "own" in fields:
-        count_by_row(layer).restore(fields["own"], fields["solid"], fields["real"])
+        _check_rows(fields["own"], fields["real"], fields)
+        padded = count_by_row(layer)
+        padded.restore(fields["own"], fields["solid"], fields["real"])
         tokens = dict(zip(("sinks", "sealed", "tail"), fields["slots"], strict=True))
+        _check("solid", fields["solid"], type(fields["solid"]) is int and 0 <= fields["solid"] <= layer.seen)
+        sound = all(type(n) is int and n >= least for n, least in zip(tokens.values(), padded.needed(), strict=True))
+        _check("slots", fields["slots"], sound)
     else:
         sinks = min(layer.apart, layer.seen)
         sealed = layer.boundary(layer.seen) - sinks
@@ -268,8 +275,91 @@ def _check_fields(layer: Any, fields: dict[str, Any]) -> None:
             sound = type(value) is tuple and len(value) == 2 and all(isinstance(side, PAIRS[key]) for side in value)
         else:
             sound = ours or _alike(key, value, vars(layer).get(key))
-        if not sound or (key == "sliding_window" and value != layer.sliding_window):
-            raise ValueError(f"its {key} cannot be {str(value)!r:.40}")
+        _check(key, value, sound and not (key == "sliding_window" and value != layer.sliding_window))
+
+
+def _check(name: str, value: Any, sound: bool) -> None:
+    if not sound:
+        value = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+        raise ValueError(f"its {name} cannot be {str(value)!r:.60}")
+
+
+def _is(value: Any, dtype: torch.dtype, *shape: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == shape
+
+
+def _check_rows(own: Any, real: Any, fields: dict[str, Any]) -> None:
+    """How many tokens each row has, and which tokens fed those were."""
+    batch, seen = fields["batch_size"], fields["seen"]
+    _check("own", own, _is(own, torch.int64, batch))
+    sound = isinstance(real, torch.Tensor) and _is(real, torch.bool, batch, *real.shape[1:2]) and real.shape[1] <= seen
+    _check("real", real, sound and torch.equal(own.cpu(), real.cpu().sum(1) + seen - real.shape[1]))
+
+
+def _check_evicted(layer: EvictionLayer, fields: dict[str, Any]) -> None:
+    """Slots, scores and positions of the shapes that such a layer has, and of tokens that it has seen.
+
+    Raises:
+        ValueError: a field that cannot be.
+    """
+    batch, heads, widths, held = (fields[name] for name in ("batch_size", "heads", "widths", "held"))
+    if fields["own"] is None:
+        _check("real", fields["real"], isinstance(fields["real"], torch.Tensor) and not fields["real"].numel())
+    else:
+        _check_rows(fields["own"], fields["real"], fields)
+    memory = fields["memory"]
+    sound = isinstance(memory, dict) and all(isinstance(t, torch.Tensor) for t in memory.values())
+    sound = sound and (layer.policy.remembers(memory, batch, heads, widths[0]) or not (memory or held))
+    _check("memory", ", ".join(memory) if isinstance(memory, dict) else memory, sound)
+    _check("held", held, isinstance(held, dict) and set(held) <= {"kept", *(["tail"] if layer.two else [])})
+    numbers = [torch.full((batch, heads, 0), -1)]
+    for name, slots in held.items():
+        own = layer.kept_slots if name == "kept" else layer.tail_slots
+        _check(f"held.{name}", slots, isinstance(slots, dict))
+        numbers.append(_check_slots(own, f"held.{name}", slots, fields, layer.retention.adaptive))
+    number = torch.cat(numbers, -1).sort(-1).values
+    most = fields["seen"] if fields["own"] is None else fields["own"].cpu()[:, None, None]
+    twice = (number.diff(dim=-1) == 0) & (number[..., 1:] >= 0)
+    _check("positions", f"{int(number.max()) if number.numel() else 0}", not bool((number >= most).any() | twice.any()))
+    if layer.two or layer.retention.adaptive or not held:
+        return  # how many of a head's tokens are left is a matter of its history there
+    rows = [fields["seen"]] * batch if fields["own"] is None else fields["own"].tolist()
+    kept = torch.tensor([layer.kept_at(n) for n in rows])[:, None]
+    _check("held", [*held], bool(((number >= 0).sum(-1) == kept).all()))
+
+
+def _check_slots(slots: Any, name: str, fields: dict[str, Any], layer: dict[str, Any], adaptive: bool) -> torch.Tensor:
+    """The tokens that are held, [B, H, n] int64; -1: none."""
+    batch, heads, used, ragged = layer["batch_size"], layer["heads"], fields["used"], "size" in fields
+    _check(f"{name}.used", used, type(used) is int and used > 0 and (adaptive or not ragged))
+    position, score = fields["position"], fields["score"]
+    lead: tuple[int, ...] = (batch, heads, score.shape[-1])
+    if ragged:
+        size, lead = fields["size"], (score.shape[-1],)
+        sound = _is(size, torch.int64, batch, heads) and int(size.min()) >= 0 and int(size.max()) == used
+        _check(f"{name}.size", size, sound and int(size.sum()) == lead[0])
+        starts = (size.flatten().cumsum(0) - size.flatten()).view_as(size)
+        _check(f"{name}.start", fields["start"], _is(fields["start"], torch.int64, batch, heads))
+        _check(f"{name}.start", fields["start"], torch.equal(fields["start"], starts))
+    _check(f"{name}.score", score, _is(score, torch.float32, *lead) and (ragged or used <= lead[-1]))
+    shape = lead if ragged else (*lead, slots.group)
+    _check(f"{name}.position", position, _is(position, torch.int32, *shape) and int(position.min()) >= -1)
+    for side, codec, width, dtype in zip(
+        ("keys", "values"), (slots.key_codec, slots.value_codec), layer["widths"], layer["dtypes"], strict=True
+    ):
+        like: Any = codec.encode(torch.empty((1, 1, 0, width), dtype=dtype))
+        units = () if codec.group == slots.group else (slots.group // codec.group,)
+        sound = isinstance(fields[side], tuple) and len(fields[side]) == len(like)
+        _check(f"{name}.{side}", fields[side], sound)
+        for t, empty in zip(fields[side], like, strict=True):
+            _check(f"{name}.{side}", t, _is(t, empty.dtype, *lead, *units, *empty.shape[3:]))
+    if not ragged:
+        number = position[:, :, :used].flatten(2).cpu().long()
+        _check(f"{name}.position", position, layer["own"] is not None or int(number.min()) >= 0)
+        return number
+    number = torch.full((batch, heads, used), -1)
+    number[torch.arange(used) < fields["size"].cpu()[..., None]] = position.cpu().long()
+    return number
 
 
 def _alike(name: str, value: Any, fresh: Any) -> bool:

@@ -29,6 +29,7 @@ write.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -94,6 +95,10 @@ def slot_tokens(appended: int, limit: int | None, pinned: int = 0) -> torch.Tens
     return torch.where(slots < pinned, slots, newest - (newest - (slots - pinned)) % ring + pinned)
 
 
+class Kept(list[Any]):
+    """(slot, rows) of a slab before they were overwritten."""
+
+
 class Slab:
     """A growable run of tokens in one state tuple; a ring when ``limit`` is given.
 
@@ -116,6 +121,7 @@ class Slab:
         self.capacity = 0
         self.grown = False
         self.overwrote = False  # since this was last set to False, rows that were in use
+        self._kept: weakref.ref[Kept] | None = None  # what they held, as long as somebody may want it back
 
     def __len__(self) -> int:
         return self.appended if self.limit is None else min(self.appended, self.limit)
@@ -168,16 +174,17 @@ class Slab:
         return pieces[0] if len(pieces) == 1 else concat(pieces)
 
     def drop(self, count: int) -> None:
-        """Forget the first ``count`` tokens of a slab without a limit; the few that stay move to the front."""
+        """Forget the first ``count`` tokens of a slab without a limit; the few that stay move to new rows."""
         if not count:
             return
         rest = narrow(self.view(), count, self.appended)
         if self.frozen:
             self.clear()
             return self.append(rest)
-        self.overwrote = True
+        with torch.inference_mode(False):
+            self.state = map_state(self.state, torch.empty_like)
         self.appended -= count
-        self._write(0, map_state(rest, torch.clone))
+        self._write(0, rest)
 
     def append(self, state: Any) -> None:
         """Write a run of tokens. Of a run longer than the ring only what stays is written."""
@@ -217,8 +224,8 @@ class Slab:
         if self.limit is None or self.appended < self.limit:
             self._reserve(slot + 1, self.state)
         else:
-            self.overwrote = True
             slot = self.pinned + (self.appended - self.pinned) % (self.limit - self.pinned)
+            self._overwrite(slot, 1)
         self.appended += 1
         return slot
 
@@ -226,13 +233,13 @@ class Slab:
         ring = limit - self.pinned
         self._own_rows()
         self._reserve(min(self.appended + n, limit), state)
-        self.overwrote |= self.appended + n > limit
         straight = min(n, max(limit - self.appended, 0))
         self._write(self.appended, narrow(state, 0, straight))
         token = max(straight, n - ring)  # anything before is overwritten within this very run
         while token < n:
             slot = self.pinned + (self.appended + token - self.pinned) % ring
             run = min(n - token, limit - slot)
+            self._overwrite(slot, run)
             self._write(slot, narrow(state, token, token + run))
             token += run
 
@@ -243,6 +250,36 @@ class Slab:
                 self.state = map_state(self.view(), torch.clone)
             self.frozen, self.shared, self.capacity = (), False, len(self)
         return self.appended - self.base
+
+    def _overwrite(self, slot: int, count: int) -> None:
+        """These rows are about to be written to; those in use are kept where that is wanted."""
+        held = min(len(self) - slot, count)
+        if held > 0:
+            self.overwrote = True
+            kept = None if self._kept is None else self._kept()
+            if kept is not None:
+                kept.append((slot, map_state(narrow(self.state, slot, slot + held), torch.clone)))
+
+    def mark(self, keep: bool | None = False) -> tuple[dict[str, Any], Kept | None]:
+        """Where the slab is, for ``recall``; ``keep``: also what it overwrites from now on (``None``: if it does so
+        already), as long as the mark lives.
+
+        A slab writes behind what it holds, or to new tensors: but for a full ring, its fields say what it held.
+        """
+        kept = Kept() if keep else self._kept() if keep is None and self._kept is not None else None
+        self.overwrote, self._kept = False, None if kept is None else weakref.ref(kept)
+        return {**vars(self), "_kept": None}, kept
+
+    def recalls(self, mark: tuple[dict[str, Any], Kept | None]) -> bool:
+        """Whether nothing was overwritten since ``mark`` that was not kept."""
+        return not self.overwrote or bool(mark[1])
+
+    def recall(self, mark: tuple[dict[str, Any], Kept | None]) -> None:
+        """Be where ``mark`` was made. Only while ``recalls``."""
+        fields, kept = mark
+        for slot, state in reversed(kept or Kept()):
+            self._write(slot, state)
+        vars(self).update(fields)
 
     def _write(self, slot: int, state: Any) -> None:
         for mine, new in zip(self.state, state, strict=True):  # type: ignore[arg-type]
@@ -323,6 +360,9 @@ class Slab:
                 pieces[-2:] = [concat(pieces[-2:])]
             self.state = map_state(self.state, lambda t: t.new_empty((*t.shape[:2], 0, *t.shape[3:])))
         self.frozen, self.capacity, self.grown = tuple(pieces), 0, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def clear(self) -> None:
         self.frozen, self.state, self.shared = (), None, False

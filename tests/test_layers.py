@@ -537,3 +537,16 @@ def test_newest_tokens_keep_their_gradient(spec, past, new):
     (plain(out[0]) * weight).sum().backward()
     assert torch.equal(keys.grad, weight[:, :, -new:])
     assert not layer.keys.requires_grad
+
+
+@pytest.mark.parametrize(
+    "spec, least, most",
+    [("int4+sink(4,508)", 644, 675), ("int8(residual=16)+sink(4,60)", 80, 80), ("int8+sink(4,60)", 64, 64)],
+)
+def test_a_residual_is_held_beside_the_window_as_the_documents_say(spec, least, most):
+    cache, kept = KVCache.from_spec(llama_config(1), spec), set()
+    cache.update(*states(800, 2), 0)
+    for _ in range(40):
+        cache.update(*states(1, 2), 0)
+        kept.add(cache.stats().tokens_kept)
+    assert (min(kept), max(kept)) == (least, most)

@@ -247,3 +247,40 @@ def test_stock_attention_goes_by_the_plan(spec, sizes, masked, monkeypatch):
     expected = run_all(10**6)
     monkeypatch.setattr(Visible, "rows", lambda *args: pytest.fail("a mask was written out"))
     torch.testing.assert_close(run_all(LEAF), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("spec", ["sink(2,6)", "sink(0,3)", "int8+sink(2,6)", "int4(group=4,residual=4)+sink(2,6)"])
+@pytest.mark.parametrize("nodes", [[-1, 0, 0, 1], [-1, -1, 0, 1, 2, 3, 3, 4], [-1, 0, 1, 1, 2, 0, 5, 6, 7]])
+@torch.no_grad()
+def test_a_window_reaches_back_from_a_draft_s_own_place(attention, spec, nodes):
+    """Trees by their parents, beyond a full window: a node is what its branch alone is."""
+    model, ids, drafts = llama(attention), prompt(12, 2), prompt(len(nodes), 2, seed=5)
+    if not compat_gives_positions(model) and attention != "kvcache":
+        pytest.skip("there, only attention hears of positions")
+    cache = KVCache.from_spec(model.config, spec)
+    model(ids, past_key_values=cache)
+    n, paths = len(nodes), []
+    for node in range(n):
+        paths.append([*(paths[nodes[node]] if nodes[node] >= 0 else ()), node])
+    tree = torch.ones(n, 12 + n, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        tree[node, 12:] = torch.isin(torch.arange(n), torch.tensor(path))
+    depths = torch.tensor([[len(path) - 1 for path in paths]])
+    alone = []
+    for path in paths:
+        fork = cache.fork()
+        alone.append(model(drafts[:, path], past_key_values=fork).logits[:, -1])
+    out = model(
+        drafts, past_key_values=cache, attention_mask=shaped(tree, attention), position_ids=(12 + depths).expand(2, -1)
+    ).logits
+    torch.testing.assert_close(out, torch.stack(alone, 1), atol=5e-3 if "int8" in spec else 2e-4, rtol=0)
+
+
+def compat_gives_positions(model) -> bool:
+    """Whether this transformers hands position ids to ``update``."""
+    found, cache = [], KVCache(model.config)
+    update = cache.update
+    cache.update = lambda *args, **kwargs: (found.append(str(kwargs) + str(args[3:])), update(*args, **kwargs))[1]
+    model(prompt(2), past_key_values=cache)
+    return "position_ids" in found[0]

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from families import case
 from models import feed, greedy, llama, prompt
 from test_caches import memory_total, reachable_bytes
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_kvcache import KVCache
 
@@ -280,3 +282,22 @@ def test_a_pad_for_a_row_that_is_shorter_than_one_that_is_gone(spec):
         llama("kvcache")(batch.ids[:1, 9:10], attention_mask=mask, past_key_values=cache)
     for layer, keys in zip(cache.layers, before, strict=True):
         assert layer.get_seq_length() == 10 and layer.own.tolist() == [1] and torch.equal(layer.keys, keys)
+
+
+@pytest.mark.parametrize("attention", ["stock", "kvcache"])
+@pytest.mark.parametrize("spec", ["full", "int4", "sink(2,40)", "int8(residual=20)", "int4(sinks=2)+sink(4,40)"])
+@torch.no_grad()
+def test_pads_beside_scores_by_position(spec, attention):
+    """T5: slots stay tokens, pads too, as long as nothing is evicted or encoded; after that it is refused anyway."""
+    this = case("t5")
+    ids, mask = prompt(12, 2, 90), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    with this.attention(attention):
+        found = []
+        for own in (DynamicCache(config=this.model.config), KVCache.from_spec(this.model.config, spec)):
+            both, out = EncoderDecoderCache(own, DynamicCache(config=this.model.config)), []
+            for a, b in ((0, 6), (6, 7), (7, 12)):
+                asked = dict(decoder_attention_mask=mask[:, :b], past_key_values=both, **this.extra)
+                out.append(this.model(decoder_input_ids=ids[:, a:b], **asked).logits)
+            found.append(torch.cat(out, 1)[mask.bool()])
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=0)

@@ -551,3 +551,79 @@ def test_killed_between_write_and_rename(tmp_path):
     left = [path.name for path in tmp_path.iterdir() if path.name != "cache"]
     assert (tmp_path / "cache").read_bytes() == before and len(left) == 1 and left[0].endswith(".tmp")
     assert KVCache.load(tmp_path / "cache", llama_config()).get_seq_length() == 40
+
+
+FORGED = [
+    "knorm(budget=16,sinks=2,recent=4)",
+    "knorm(budget=60,sinks=2,recent=4)",
+    "keydiff(budget=16,sinks=2,recent=4)",
+    "expected(budget=16,sinks=2,recent=4)",
+    "int8+random(budget=8,sinks=1,recent=3,adaptive)",
+    "int4(group=4,residual=4)+knorm(budget=16,sinks=2,recent=3)",
+    "sink(2,6)",
+    "int4(group=4,residual=4)+sink(2,12)",
+]
+
+
+def leaves(value, path=()):
+    """Every number in what was packed, and where it is."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, list):
+        for key, item in enumerate(value):
+            yield from leaves(item, (*path, key))
+    elif type(value) is int:
+        yield path
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("spec", FORGED)
+def test_forged_fields_of_evicted_layers_are_refused(spec, padded, tmp_path):
+    """Every number one more and one less, every tensor cut, longer, or of another dtype, under right checksums."""
+    model, ids, mask = llama("kvcache"), prompt(21, 2), torch.ones(2, 21, dtype=torch.long)
+    mask[0, : 3 * padded] = 0
+    cache = KVCache.from_spec(model.config, spec)
+    for a, b in ((0, 20), (20, 21)):
+        feed(model, ids[:, a:b], cache, attention_mask=mask[:, :b])
+    cache.save(tmp_path / "cache", model=model)
+    good, count = snapshot.read(tmp_path / "cache"), 0
+    new = dict(attention_mask=torch.cat([mask, mask[:, -1:]], 1))
+    right = feed(model, ids[:, :1], cache, **new)
+
+    def refused(tensors, metadata, what):
+        """Or no other cache."""
+        nonlocal count
+        snapshot.write(tmp_path / "wrong", tensors, metadata)
+        try:
+            loaded = KVCache.load(tmp_path / "wrong", model)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            count += 1
+        else:
+            assert torch.equal(feed(model, ids[:, :1], loaded, **new), right), what
+
+    layers = json.loads(good.metadata["layers"])
+    for path in leaves(layers[1]):
+        for step in (-1, 1):
+            changed = copy.deepcopy(layers)
+            *way, last = path
+            at = changed[1]
+            for key in way:
+                at = at[key]
+            at[last] += step
+            if not ("tail" in str(layers[1]) and "used" in str(at)):  # of two containers it cannot be known
+                refused(good.tensors, {**good.metadata, "layers": json.dumps(changed)}, (path, step))
+    for name, t in good.tensors.items():
+        if not name.startswith("layers.1."):
+            continue
+        others = [t.narrow(axis, 0, t.shape[axis] - 1) for axis in range(t.dim()) if t.shape[axis] > 0]
+        others += [torch.cat([t, t], axis) for axis in range(t.dim()) if t.shape[axis] > 0]
+        others += [t.double() if t.dtype == torch.float32 else t.float()]
+        if "position" in name:
+            others += [t + 100, t.clone().fill_(3), t - 100]
+        for other in others:
+            refused(
+                {**good.tensors, name: other.contiguous()}, good.metadata, (name, t.shape, other.shape, other.dtype)
+            )
+    assert count > 20
