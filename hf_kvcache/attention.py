@@ -248,8 +248,9 @@ def attend(
 
     Same arguments, same result.
     """
-    batch = query.shape[0]
-    if not 0 < query.shape[2] <= SMALL:
+    batch, query_heads, queries, _ = query.shape
+    kept = 0 if mass is None or queries == 1 else query_heads * queries * mass[:, 0].numel()  # scores
+    if not 0 < queries <= SMALL or kept > ROWS:
         return attend_torch(query, parts, scaling, mask, softcap, s_aux, mass)
     whole = [part.expand(batch) for part in parts]
     if query.device.type == "cpu" and all(part.keys[0].shape[0] == batch for part in whole):

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention import ROWS, Part
+from .attention import Part
 from .codecs import NEVER, Codec, PerToken, fit, rotation, turn_in
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -168,8 +168,7 @@ def try_attend(
     s_aux: torch.Tensor | None = None,
     mass: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``attend_compiled``, or ``None`` where it does not support the arguments, or where kept scores would take more
-    than ``ROWS`` numbers."""
+    """``attend_compiled``, or ``None`` where it does not support the arguments."""
     library = load() if wanted and not torch.compiler.is_compiling() else None
     described = None if library is None else _describe(query, parts, mask, s_aux)
     if library is None or described is None:
@@ -180,8 +179,6 @@ def try_attend(
     if mass is not None:
         assert mass.shape == (batch, heads, tokens) and mass.dtype is torch.float32, (mass.shape, mass.dtype)
         assert mass.device.type == "cpu" and mass.is_contiguous(), (mass.device, mass.stride())
-        if batch * query_heads * queries * tokens > ROWS:
-            return None
     if mask is not None and mask.dtype not in (torch.bool, torch.float32):
         mask = mask.float()
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 else torch.float32
