@@ -411,12 +411,13 @@ class EvictionLayer(KVLayer):
         held, before = slots.positions()[..., 0], slots.scores()
         states = (before, held, chunk.keys, chunk.values, position, mass, query if policy.needs == "queries" else None)
         score = policy.step(Pool(*states, memory, self.index, self.rope, scaling, chunk.first))
-        limit, position = self.retention.tokens(self.budget, self.seen), position[..., None]
+        limit = self.retention.tokens(self.budget, self.seen)
         if slots.used < limit:
-            return slots.append(chunk.part, position, score, limit)
+            return slots.append(chunk.part, position[..., None], score, limit)
         last = self.seen - self.retention.recent - 1  # what always stays lies outside of sinks .. last
         always = held.clamp(self.retention.sinks, last) != held
-        slots.put(before.masked_fill(always, INF).argmin(-1), chunk.part, position, score, None)
+        worst = before.masked_fill(always, INF).argmin(-1, keepdim=True)
+        slots.replace(worst, chunk.part, chunk.first, score)
 
     def _containers(self) -> list[Any]:
         self.catch_up()

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from .rope import Rope
 from .slots import by_number
 
+TINY = 1e-12  # where ``normalize`` stops dividing
 MOST = 80.0  # what exp can take in float32
 WORKSPACE = 1 << 24  # most float32 numbers of a tensor of [queries, keys]
 
@@ -164,10 +165,11 @@ class KeyDiff(Once):
         return -(unit @ F.normalize(total, dim=-1)[..., None])[..., 0]
 
     def step(self, pool: Pool) -> torch.Tensor:
-        unit = F.normalize(pool.keys.float(), dim=-1)
+        norm = torch.linalg.vector_norm(pool.keys, dim=-1, keepdim=True, dtype=torch.float32)
+        unit = pool.keys / norm.clamp_min(TINY)
         total = unit + pool.memory["anchor"][:, :, None]  # [B, H, 1, D]
         pool.memory["anchor"] = total[:, :, 0]
-        return (unit * F.normalize(total, dim=-1)).sum(-1).neg_()
+        return (unit * total).sum(-1) / torch.linalg.vector_norm(total, dim=-1).clamp_min(TINY).neg()
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return 4 * heads * width

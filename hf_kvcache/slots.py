@@ -161,12 +161,10 @@ class Slots:
         self.used += 1
 
     def put(
-        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor
     ) -> None:
-        """Overwrite slot ``index`` [B, H] of every row (of those in ``real``, [B] bool) and head with a unit
+        """Overwrite slot ``index`` [B, H] of every row of those in ``real``, [B] bool, and head with a unit
         [B, H, 1, ...]."""
-        if real is None:
-            return self._put_all(index[:, :, None], unit, position, score)
         rows, heads = grid(index.shape[0], index.shape[1], index.device)
         where = (rows[real][..., 0], heads[..., 0], index[real])
         for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
@@ -174,12 +172,13 @@ class Slots:
         self.position[where] = position[real][:, :, 0].to(torch.int32)
         self.score[where] = score[real][:, :, 0]
 
-    def _put_all(self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor) -> None:
-        """``put`` in all rows, ``index`` [B, H, 1]: every token of decode comes this way, so few operators."""
-        where = (*grid(*index.shape[:2], index.device), index)
+    def replace(self, index: torch.Tensor, unit: Part, number: int, score: torch.Tensor) -> None:
+        """``put`` in all rows a token of the same ``number``, ``index`` [B, H, 1]: tokens of decode come this way, so
+        it is few operators."""
+        where = (*grid(index.shape[0], index.shape[1], index.device), index)
         for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
             mine.index_put_(where, new)  # scatter_ of 16-bit numbers takes ten times as long on a CPU
-        self.position.scatter_(2, index[..., None].expand_as(position), position.to(torch.int32))
+        self.position.scatter_(2, index[..., None], number)
         self.score.scatter_(2, index, score)
 
     def map_rows(self, fn: Any) -> None:
