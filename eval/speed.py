@@ -20,6 +20,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -40,6 +41,20 @@ class Lap(NamedTuple):
     predicted: list[int]
     nbytes: int
     peak_bytes: int
+    cpu_seconds: list[float]
+    operators: int  # that one step dispatches
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _sync(model: Any) -> None:
@@ -88,6 +103,11 @@ def states_of(model: Any, ids: torch.Tensor) -> States | None:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
+def replays(spec: str) -> bool:
+    """Whether a cache can be filled with states: not where its policy looks at attention."""
+    return not any(policy in spec for policy in ("snapkv", "h2o", "tova", "expected"))
+
+
 def _fill(model: Any, ids: torch.Tensor, cache: Any, states: States | None) -> None:
     """Bring tokens [1, T] into a cache, by replay where there are states."""
     if states is None:
@@ -116,16 +136,23 @@ def race(
         contenders.use_attention(model, spec, attn)
         with PeakBytes(model.device) as peak:
             cache = contenders.make_cache(spec, model.config)
-            _fill(model, ids[:, :context], cache, states)
+            _fill(model, ids[:, :context], cache, states if replays(spec) else None)
             _feed(model, ids[:, context : context + 1], cache)
         caches[spec], peaks[spec], nbytes[spec] = cache, peak.bytes, contenders.stored_bytes(cache)
-    laps = {spec: Lap([], [], nbytes[spec], peaks[spec]) for spec in specs}
+    laps = {spec: Lap([], [], nbytes[spec], peaks[spec], [], 0) for spec in specs}
     for turn in range(WARMUP + rounds):
         token = ids[:, context + 1 + turn : context + 2 + turn]
         for spec, cache in caches.items():
             contenders.use_attention(model, spec, attn)
+            if turn == WARMUP - 1:
+                with Operators() as counted:
+                    timed(model, token, cache)
+                laps[spec] = laps[spec]._replace(operators=counted.count)
+                continue
+            busy = time.process_time()
             seconds, predicted = timed(model, token, cache)
             if turn >= WARMUP:
+                laps[spec].cpu_seconds.append(time.process_time() - busy)
                 laps[spec].seconds.append(seconds)
                 laps[spec].predicted.append(predicted)
     return laps

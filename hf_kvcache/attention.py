@@ -250,27 +250,29 @@ def attend(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attend_torch``, or for decode the compiled kernel (CPU) or the Triton kernels (CUDA) for what they can do.
 
     Same arguments, same result.
     """
-    batch = query.shape[0]
-    if not 0 < query.shape[2] <= SMALL:
-        return attend_torch(query, parts, scaling, mask, softcap, s_aux)
+    batch, query_heads, queries, _ = query.shape
+    kept = 0 if mass is None or queries == 1 else query_heads * queries * mass[:, 0].numel()  # scores
+    if not 0 < queries <= SMALL or kept > ROWS:
+        return attend_torch(query, parts, scaling, mask, softcap, s_aux, mass)
     whole = [part.expand(batch) for part in parts]
     if query.device.type == "cpu" and all(part.keys[0].shape[0] == batch for part in whole):
         from . import cpu_decode
 
-        out = cpu_decode.try_attend(query, whole, scaling, mask, softcap, s_aux)
+        out = cpu_decode.try_attend(query, whole, scaling, mask, softcap, s_aux, mass)
         if out is not None:
             return out
     if query.is_cuda and has_triton():
         from . import triton_decode
 
         if triton_decode.supports(query, whole, mask, softcap, s_aux):
-            return triton_decode.attend_triton(query, whole, scaling, mask, softcap, s_aux)
-    return attend_torch(query, parts, scaling, mask, softcap, s_aux)
+            return triton_decode.attend_triton(query, whole, scaling, mask, softcap, s_aux, mass)
+    return attend_torch(query, parts, scaling, mask, softcap, s_aux, mass)
 
 
 def attend_reference(
@@ -721,22 +723,21 @@ def _attend_observed(
     mask: Rows | None = observer.mask(facts, queries)
     first, observed = observer.first_observed(facts, queries)
     mass, tokens = None, sum(part.tokens for part in parts)
-    written: Rows = mask or causal(queries, tokens).to(query.device).rows_of
+    written: Rows = mask or (lambda a, b: causal(queries, tokens).to(query.device).rows_of(a, b))
     if first is not None:
         mass = query.new_zeros(query.shape[0], parts[-1].keys[0].shape[1], tokens, dtype=torch.float32)
     with torch.no_grad(), full_precision(query.device):
         at_once = first == 0 and observed is None
-        if at_once:
-            seen = None if mask is None and queries == 1 else written
-            out = attend_torch(query, parts, scaling, seen, softcap, s_aux, mass=mass)
-        elif queries == tokens > 1 and not history.fed and softcap is None and s_aux is None:
+        if at_once and queries > SMALL:
+            out = attend_torch(query, parts, scaling, written, softcap, s_aux, mass=mass)
+        elif not at_once and queries == tokens > 1 and not history.fed and softcap is None and s_aux is None:
             keys, values = (side.to(query.dtype) for side in history.plain())
             own = None if mask is None else attention_mask
             run = (module, query, keys, values, own, 0.0, scaling)
             out = compat.sdpa_attention_forward(*run, is_causal=True, **kwargs)[0].transpose(1, 2)
         elif queries <= SMALL:
             few = None if mask is None and queries == 1 else written(0, queries)
-            out = attend(query, parts, scaling, few, softcap, s_aux)
+            out = attend(query, parts, scaling, few, softcap, s_aux, mass if at_once else None)
         elif mask is None:
             out = attend_segments(query, parts, segments(causal(queries, tokens)), scaling, softcap, s_aux)
         else:

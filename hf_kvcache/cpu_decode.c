@@ -17,6 +17,9 @@
 
    Rotated keys are met by a rotated query. Rotated values are gathered apart from plain ones and turned back once.
 
+   Where importance eviction wants to know what each key got, scores are kept, and once peak and sum are those of all
+   splits:  mass[t] += mean over heads of the sum over queries of exp(s[m,t] - peak[m]) / sum[m].
+
    The file is compiled once per instruction set (LEVEL), from the same lines: vectors are written with the vector
    extensions of GCC and clang, eight floats each. */
 
@@ -69,6 +72,7 @@ typedef struct {
     int64_t out, out_dtype; /* [B, Q, Hq, Dv], contiguous */
     int64_t mask, mask_dtype, mask_batch, mask_head, mask_query, mask_token, mask_shared;
     int64_t s_aux;                 /* float32 [Hq], or 0 */
+    int64_t mass;                  /* float32 [B, H, n], contiguous, added to; or 0 */
     int64_t key_turn, value_turn;  /* float32 [D, D]: what query rows are multiplied with; what undoes it for values */
     int64_t batch, heads, groups, queries, key_width, value_width;
     int64_t parts, splits, threads, parallel;
@@ -393,6 +397,7 @@ typedef struct {
     float *query;    /* [B, H, 2, M, padded(Dk)]: plain and rotated, scaled */
     float *partials; /* [B, H, splits] Partial */
     int64_t partial_size;
+    float *scores;   /* [B, H, M, n] where ``mass`` is wanted, else NULL */
     int64_t *left; /* [B, H]: splits to come */
     int64_t next, tasks;
     int failed;
@@ -455,6 +460,8 @@ static void attend_tile(const Work *work, const Part *part, int64_t b, int64_t h
         for (int64_t t = n; t < full; t++) s[t] = -INFINITY;
         if (call->mask)
             mask_scores(call, b, h * call->groups + m / call->queries, m % call->queries, token, n, s);
+        if (work->scores)
+            memcpy(work->scores + ((b * call->heads + h) * rows + m) * work->tokens + token, s, (size_t)n * sizeof *s);
     }
     Tile values =
         decode(&part->values, b, h, row, n, call->value_width, scratch->room, scratch->scales, scratch->meta);
@@ -527,7 +534,8 @@ static void write_row(const Call *call, const float *row, float factor, int64_t 
     }
 }
 
-/* Row m of all splits, and the learned logit that has no value. The splits' buffers are used up. */
+/* Row m of all splits, and the learned logit that has no value. The splits' buffers are used up; the first keeps the
+   peak and the sum of all. */
 static void join_row(const Work *work, int64_t cell, int64_t m) {
     const Call *call = work->call;
     int64_t b = cell / call->heads, head = cell % call->heads * call->groups + m / call->queries;
@@ -551,6 +559,32 @@ static void join_row(const Work *work, int64_t cell, int64_t m) {
     int64_t query_heads = call->heads * call->groups, token = m % call->queries;
     write_row(call, plain, total == 0.0f ? 0.0f : 1.0f / total,
               ((b * call->queries + token) * query_heads + head) * call->value_width);
+    first.peak[m] = peak, first.sum[m] = total;
+}
+
+/* mass += exp(s - peak) * factor */
+static void add_row(const float *s, int64_t n, float peak, float factor, float *mass) {
+    int64_t t = 0;
+    for (; t + 8 <= n; t += 8) store8(mass + t, load8(mass + t) + exp8(load8(s + t) - peak) * factor);
+    for (; t < n; t++) mass[t] += exp1(s[t] - peak) * factor;
+}
+
+/* What each key of a head got from its joined rows; a row that sees nothing gives nothing. */
+static void add_mass(const Work *work, int64_t cell) {
+    const Call *call = work->call;
+    Partial joined = partial_of(work, cell, 0);
+    for (int64_t m = 0; m < work->rows; m++) {
+        if (joined.sum[m] == 0.0f) continue;
+        float factor = 1.0f / (joined.sum[m] * (float)call->groups);
+        const float *s = work->scores + (cell * work->rows + m) * work->tokens;
+        float *mass = (float *)call->mass + cell * work->tokens;
+        for (int64_t i = 0; i < call->parts; i++) {
+            const Part *part = work->parts + i;
+            int64_t own = part->sizes ? ((const int64_t *)part->sizes)[cell] : part->tokens;
+            add_row(s, own, joined.peak[m], factor, mass);
+            s += part->tokens, mass += part->tokens;
+        }
+    }
 }
 
 static void *make_scratch(const Work *work, Scratch *scratch) {
@@ -576,8 +610,10 @@ static void run_tasks(void *shared) {
         if (task >= work->tasks) break;
         int64_t cell = task / call->splits;
         attend_split(work, cell, task % call->splits, &scratch);
-        if (__atomic_sub_fetch(&work->left[cell], 1, __ATOMIC_ACQ_REL) == 0)
+        if (__atomic_sub_fetch(&work->left[cell], 1, __ATOMIC_ACQ_REL) == 0) {
             for (int64_t m = 0; m < work->rows; m++) join_row(work, cell, m);
+            if (work->scores) add_mass(work, cell);
+        }
     }
     free(memory);
 }
@@ -593,12 +629,14 @@ int EXPORT(attend)(const Call *call, const Part *parts) {
     while (tile > 16 && tile * wide > TILE_FLOATS) tile /= 2;
     int64_t chunk = (tokens + call->splits - 1) / call->splits;
     Work work = {call, parts, rows, key_wide, value_wide, tokens, (chunk + tile - 1) / tile * tile, tile,
-                 NULL, NULL, padded(2 * rows) + 2 * rows * value_wide, NULL, 0, cells * call->splits, 0};
+                 NULL, NULL, padded(2 * rows) + 2 * rows * value_wide, NULL, NULL, 0, cells * call->splits, 0};
     int64_t queries = cells * 2 * rows * key_wide, partials = cells * call->splits * work.partial_size;
-    work.left = malloc((size_t)cells * sizeof(int64_t) + (size_t)(queries + partials) * sizeof(float));
+    int64_t scores = call->mass ? cells * rows * tokens : 0;
+    work.left = malloc((size_t)cells * sizeof(int64_t) + (size_t)(queries + partials + scores) * sizeof(float));
     if (!work.left) return -1;
     work.query = (float *)(work.left + cells);
     work.partials = work.query + queries;
+    if (scores) work.scores = work.partials + partials;
     for (int64_t cell = 0; cell < cells; cell++) {
         work.left[cell] = call->splits;
         prepare_query(&work, cell);

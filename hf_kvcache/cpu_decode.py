@@ -10,7 +10,8 @@ with kc_j, vc_j the codes and ks_j, vs_j the scales of token j; q is rotated whe
 the values are (``codecs``); steps and offsets of 4 and 2 bits are put in while a tile is in L1 (``lowbit``). All G * Q
 query rows of a KV head are served by one pass (FlashAttention, Dao et al., arXiv:2205.14135); the sequence is split
 over the threads of torch's own OpenMP pool, and partial results are joined by log-sum-exp (Flash-Decoding, Dao et al.,
-2023). The order of additions depends on the number of threads, and on nothing else.
+2023). The order of additions depends on the number of threads, and on nothing else. ``mass``, what importance eviction
+wants to know of each key, takes its own exponentials of scores that were kept; without it nothing is.
 
 ``append`` is the writing side: keys and values of one token, encoded into their slots, bit for bit as ``encode``.
 
@@ -43,7 +44,7 @@ PIECE = 256  # fewest tokens in a split
 
 SIDE = struct.Struct("13q")  # Side, Part, Call and Append of cpu_decode.c
 TOKENS = struct.Struct("3q")
-CALL = struct.Struct("27q2d")
+CALL = struct.Struct("28q2d")
 APPEND = struct.Struct("12q2d12q2d")
 
 
@@ -150,9 +151,10 @@ def attend_compiled(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``attend_reference`` in C, for decode. Same arguments, same result; ask ``supports`` first."""
-    out = try_attend(query, parts, scaling, mask, softcap, s_aux)
+    """``attend_torch`` in C, for decode. Same arguments, same result; ask ``supports`` first."""
+    out = try_attend(query, parts, scaling, mask, softcap, s_aux, mass)
     assert out is not None, "attend_compiled: ask supports() first"
     return out
 
@@ -164,6 +166,7 @@ def try_attend(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``attend_compiled``, or ``None`` where it does not support the arguments."""
     library = load() if wanted and not torch.compiler.is_compiling() else None
@@ -173,6 +176,9 @@ def try_attend(
     sides, turned, tokens, aux = described
     batch, query_heads, queries, width = query.shape
     heads, value_width = parts[0].keys[0].shape[1], parts[0].values[0].shape[-1]
+    if mass is not None:
+        assert mass.shape == (batch, heads, tokens) and mass.dtype is torch.float32, (mass.shape, mass.dtype)
+        assert mass.device.type == "cpu" and mass.is_contiguous(), (mass.device, mass.stride())
     if mask is not None and mask.dtype not in (torch.bool, torch.float32):
         mask = mask.float()
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 else torch.float32
@@ -182,7 +188,7 @@ def try_attend(
         query.data_ptr(), FLOATS[query.dtype], *query.stride()[:3],
         out.data_ptr(), FLOATS[dtype],
         *_mask_fields(mask, query_heads),
-        0 if aux is None else aux.data_ptr(),
+        0 if aux is None else aux.data_ptr(), 0 if mass is None else mass.data_ptr(),
         _turns(width)[0] if turned[0] else 0, _turns(value_width)[1] if turned[1] else 0,
         batch, heads, query_heads // heads, queries, width, value_width,
         len(parts), splits, threads, library.parallel,

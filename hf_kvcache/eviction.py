@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -373,6 +373,9 @@ class EvictionLayer(KVLayer):
         scaling: float,
     ) -> None:
         position = self._number(chunk, real)  # [B, H, q]
+        if position.shape[2] == 1 and self.own is None and not self.two and isinstance(self.kept_slots, Slots):
+            if slots_used(self.kept_slots):
+                return self._step(chunk, position, query, mass, scaling)
         nothing = position.new_zeros(*position.shape[:2], 0)
         held = torch.cat([nothing, *(s.positions().flatten(2) for s in self._containers())], -1)
         before = [s.scores().repeat_interleave(s.group, -1) for s in self._containers()]
@@ -399,6 +402,27 @@ class EvictionLayer(KVLayer):
         place = self._place_two if self.two else self._place
         place(chunk.part, position[..., None], scores)
 
+    def _step(
+        self,
+        chunk: Chunk,
+        position: torch.Tensor,
+        query: torch.Tensor | None,
+        mass: torch.Tensor | None,
+        scaling: float,
+    ) -> None:
+        """``_settle`` of one token without a pad in slots of one token, with as few operators as it takes."""
+        slots, policy, memory = self.kept_slots, self.policy, self.memory
+        held, before = slots.positions()[..., 0], slots.scores()
+        states = (before, held, chunk.keys, chunk.values, position, mass, query if policy.needs == "queries" else None)
+        score = policy.step(Pool(*states, memory, self.index, self.rope, scaling, chunk.first))
+        limit = self.retention.tokens(self.budget, self.seen)
+        if slots.used < limit:
+            return slots.append(chunk.part, position[..., None], score, limit)
+        last = self.seen - self.retention.recent - 1  # what always stays lies outside of sinks .. last
+        always = held.clamp(self.retention.sinks, last) != held
+        worst = before.masked_fill(always, INF).argmin(-1, keepdim=True)
+        slots.replace(worst, chunk.part, chunk.first, score)
+
     def _containers(self) -> list[Any]:
         self.catch_up()
         return [slots for slots in (self.kept_slots, self.tail_slots) if slots_used(slots)]
@@ -408,7 +432,7 @@ class EvictionLayer(KVLayer):
         batch, heads, new = chunk.keys.shape[:3]
         device = chunk.keys.device
         if real is None and self.own is None:
-            return torch.arange(chunk.first, chunk.first + new, device=device).expand(batch, heads, new)
+            return _in_order(chunk.first, batch, heads, new, device)
         if self.own is None:
             self.own, self.fed = torch.full((batch,), chunk.first, device=device), Fed(batch, chunk.first, device)
         self.fed.add(real, new)
@@ -438,8 +462,6 @@ class EvictionLayer(KVLayer):
         slots = self.kept_slots
         if scores.shape[-1] > 1 or not slots_used(slots):
             return self._gather(part, position, scores, limit, rows)
-        if isinstance(slots, Slots) and rows is None and slots.used < limit:
-            return slots.append(part, position, scores, limit)
         if isinstance(slots, Slots) and rows is not None and slots.used < limit:
             slots.open(limit)  # only rows that may grow use theirs
         held = slots.positions()[..., 0]
@@ -853,6 +875,13 @@ class EvictionLayer(KVLayer):
             if self.own is not None:
                 self.own, self.fed = fn(self.own), self.fed.map(fn)
         self.batch_size = probe.shape[0]
+
+
+@lru_cache(maxsize=4)
+def _in_order(first: int, batch: int, heads: int, new: int, device: torch.device) -> torch.Tensor:
+    """Numbers of tokens none of which is a pad, [B, H, q]; made once for all layers."""
+    with torch.inference_mode(False):
+        return torch.arange(first, first + new, device=device).expand(batch, heads, new)
 
 
 def _gather(mask: torch.Tensor, column: torch.Tensor, first: int) -> torch.Tensor:

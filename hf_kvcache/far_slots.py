@@ -91,15 +91,21 @@ class FarSlots(Slots):
             rows.write(self.used - 1, narrow(state, self.used - 1, self.used), self.home.lane)
 
     def put(
-        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor
     ) -> None:
         super().put(index, unit, position, score, real)
+        self._send_unit(index.masked_fill(~real[:, None], -1)[:, :, None], unit)  # -1: no slot
+
+    def replace(self, index: torch.Tensor, unit: Part, number: int, score: torch.Tensor) -> None:
+        super().replace(index, unit, number, score)
+        self._send_unit(index, unit)
+
+    def _send_unit(self, index: torch.Tensor, unit: Part) -> None:
         self.home.offloader.bytes_out += self.row_bytes
         if self.rows is None:
             return
-        index = index if real is None else index.masked_fill(~real[:, None], -1)  # no slot
         sent = []
-        for t in (index[:, :, None], *unit.keys, *unit.values):  # [B, H, 1, ...]
+        for t in (index, *unit.keys, *unit.values):  # [B, H, 1, ...]
             shape = (1, *t.shape[:2], *t.shape[3:])
             memory = self.home.offloader.host.take(t.numel() * t.itemsize, self.home.lane.pins)
             sent.append(memory.view(t.dtype).view(shape))

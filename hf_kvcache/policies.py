@@ -4,6 +4,10 @@ A policy sees the tokens of one forward after their attention was computed, and 
 
     score(pool) -> [B, H, m + q] float32     m tokens held before (scored in ``pool.scores``), then q new ones
 
+Most steps of decode bring one token to slots that are full. Then a policy may do with less, and write in place:
+
+    step(pool) -> [B, H, 1]           the new token's score; those of the tokens held are updated in ``pool.scores``
+
 Who is always kept (sinks, recent tokens), how many stay, pads and padding rows are the layer's business
 (``eviction.py``): a policy never looks at them. What a policy keeps between forwards lies in ``pool.memory``, tensors
 with the batch axis leading.
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +35,8 @@ import torch.nn.functional as F
 from .rope import Rope
 from .slots import by_number
 
+TINY = 1e-12  # where ``normalize`` stops dividing
+MOST = 80.0  # what exp can take in float32
 WORKSPACE = 1 << 24  # most float32 numbers of a tensor of [queries, keys]
 
 
@@ -47,6 +54,7 @@ class Pool(NamedTuple):
     layer: int
     rope: Rope | None
     scaling: float = 1.0  # of scores: softmax(scaling q . k)
+    number: int | None = None  # that of the first new token, where no row has a pad: a look would wait for the device
 
     @property
     def decoding(self) -> bool:
@@ -70,6 +78,12 @@ class Policy:
     def score(self, pool: Pool) -> torch.Tensor:
         raise NotImplementedError
 
+    def step(self, pool: Pool) -> torch.Tensor:
+        """``score`` of one token that is no pad in any row, beside others: its own [B, H, 1], those held in place."""
+        scores = self.score(pool)
+        pool.scores.copy_(scores[..., :-1])
+        return scores[..., -1:]
+
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         """Bytes of ``pool.memory`` for one row of ``seen`` tokens; ``width`` is that of a key."""
         return 0
@@ -79,7 +93,21 @@ class Policy:
         return all(t.shape[:1] == (batch,) for t in memory.values())
 
 
-class Random(Policy):
+class Once(Policy):
+    """Base of those that score a token when it comes, and never again."""
+
+    def new(self, pool: Pool) -> torch.Tensor:
+        """The scores of the new tokens, [B, H, q]."""
+        raise NotImplementedError
+
+    def score(self, pool: Pool) -> torch.Tensor:
+        return pool.after(self.new(pool))
+
+    def step(self, pool: Pool) -> torch.Tensor:
+        return self.new(pool)
+
+
+class Random(Once):
     """The control: what a budget is worth without any policy. A hash of (seed, layer, head, position)."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -87,22 +115,44 @@ class Random(Policy):
             raise ValueError(f"random: seed={seed} is not in 0 to {(1 << 32) - 1}")
         self.seed = seed
 
-    def score(self, pool: Pool) -> torch.Tensor:
-        heads = torch.arange(pool.position.shape[1], device=pool.position.device)[:, None]
-        x = pool.position * 0x9E3779B1 + heads * 0x85EBCA77 + (pool.layer + 1) * 0xC2B2AE3D + self.seed * 0x27D4EB2F
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):  # an integer finalizer: every bit mixes
-            x = (x & 0xFFFFFFFF).bitwise_xor((x & 0xFFFFFFFF) >> shift) * factor
-        return pool.after((x & 0xFFFFFF).float() / (1 << 24))
+    def new(self, pool: Pool) -> torch.Tensor:
+        return _hash(pool.position, pool.layer, pool.position.shape[1], self.seed)
+
+    def step(self, pool: Pool) -> torch.Tensor:
+        assert pool.number is not None
+        batch, heads = pool.position.shape[:2]
+        found = _hash_of_layers(pool.number, pool.layer // LAYERS, heads, self.seed, pool.position.device)
+        return found[pool.layer % LAYERS].expand(batch, -1, -1)
 
 
-class KNorm(Policy):
+LAYERS = 32  # so many have the hashes of a step's token made at once
+
+
+@lru_cache(maxsize=8)
+def _hash_of_layers(number: int, block: int, heads: int, seed: int, device: torch.device) -> torch.Tensor:
+    """[LAYERS, H, 1]"""
+    with torch.inference_mode(False):
+        layers = torch.arange(block * LAYERS, (block + 1) * LAYERS, device=device)[:, None, None]
+        return _hash(torch.full_like(layers, number), layers, heads, seed)
+
+
+def _hash(position: torch.Tensor, layer: torch.Tensor | int, heads: int, seed: int) -> torch.Tensor:
+    """[B, H, q] in [0, 1)"""
+    head = torch.arange(heads, device=position.device)[:, None]
+    x = position * 0x9E3779B1 + head * 0x85EBCA77 + (layer + 1) * 0xC2B2AE3D + seed * 0x27D4EB2F
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):  # an integer finalizer: every bit mixes
+        x = (x & 0xFFFFFFFF).bitwise_xor((x & 0xFFFFFFFF) >> shift) * factor
+    return (x & 0xFFFFFF).float() / (1 << 24)
+
+
+class KNorm(Once):
     """Keys with a small L2 norm attract attention: score = -|k| (Devoto et al., arXiv:2406.11430)."""
 
-    def score(self, pool: Pool) -> torch.Tensor:
-        return pool.after(-pool.keys.float().norm(dim=-1))
+    def new(self, pool: Pool) -> torch.Tensor:
+        return -torch.linalg.vector_norm(pool.keys, dim=-1, dtype=torch.float32)
 
 
-class KeyDiff(Policy):
+class KeyDiff(Once):
     """Keys unlike the others carry information: score = -cos(k, mean of k/|k|) (Park et al., arXiv:2504.15364).
 
     The mean runs over all of the row's tokens so far; a token is scored once, when it comes.
@@ -110,13 +160,20 @@ class KeyDiff(Policy):
 
     rolls_back = False
 
-    def score(self, pool: Pool) -> torch.Tensor:
+    def new(self, pool: Pool) -> torch.Tensor:
         unit = F.normalize(pool.keys.float(), dim=-1)
         total = (unit * (pool.position >= 0)[..., None]).sum(2)  # [B, H, D]
         if "anchor" in pool.memory:
             total = total + pool.memory["anchor"]
         pool.memory["anchor"] = total
-        return pool.after(-(unit @ F.normalize(total, dim=-1)[..., None])[..., 0])
+        return -(unit @ F.normalize(total, dim=-1)[..., None])[..., 0]
+
+    def step(self, pool: Pool) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(pool.keys, dim=-1, keepdim=True, dtype=torch.float32)
+        unit = pool.keys / norm.clamp_min(TINY)
+        total = unit + pool.memory["anchor"][:, :, None]  # [B, H, 1, D]
+        pool.memory["anchor"] = total[:, :, 0]
+        return (unit * total).sum(-1) / torch.linalg.vector_norm(total, dim=-1).clamp_min(TINY).neg()
 
     def memory_bytes(self, heads: int, query_heads: int, width: int, seen: int) -> int:
         return 4 * heads * width
@@ -140,6 +197,12 @@ class Tova(Policy):
         assert pool.mass is not None
         return pool.mass.mean(1, keepdim=True).expand_as(pool.mass)
 
+    def step(self, pool: Pool) -> torch.Tensor:
+        assert pool.mass is not None
+        mean = pool.mass.mean(1, keepdim=True)
+        pool.scores.copy_(mean[..., :-1])
+        return mean[..., -1:].expand(-1, pool.mass.shape[1], -1)
+
 
 class H2O(Policy):
     """Heavy hitters: attention mass accumulated over all queries so far (Zhang et al., arXiv:2306.14048)."""
@@ -149,6 +212,11 @@ class H2O(Policy):
     def score(self, pool: Pool) -> torch.Tensor:
         assert pool.mass is not None
         return pool.after(torch.zeros_like(pool.keys[..., 0], dtype=torch.float32)) + pool.mass
+
+    def step(self, pool: Pool) -> torch.Tensor:
+        assert pool.mass is not None
+        pool.scores.add_(pool.mass[..., :-1])
+        return pool.mass[..., -1:]
 
 
 class SnapKV(Policy):
@@ -177,6 +245,11 @@ class SnapKV(Policy):
             return pool.after(torch.zeros_like(pool.mass[..., :1])) * (1 - 1 / self.window) + pool.mass
         return smoothed(pool.mass, torch.cat([pool.held, pool.position], -1), self.kernel, self.pool)
 
+    def step(self, pool: Pool) -> torch.Tensor:
+        assert pool.mass is not None
+        pool.scores.mul_(1 - 1 / self.window).add_(pool.mass[..., :-1])
+        return pool.mass[..., -1:]
+
 
 def smoothed(scores: torch.Tensor, number: torch.Tensor, kernel: int, pool: str = "max") -> torch.Tensor:
     """Scores [B, H, n] pooled over neighbours in the row's own text, whatever their order and the pads between them."""
@@ -186,7 +259,7 @@ def smoothed(scores: torch.Tensor, number: torch.Tensor, kernel: int, pool: str 
     return torch.empty_like(pooled).scatter_(2, order, pooled)
 
 
-class Expected(Policy):
+class Expected(Once):
     """Attention that future queries can be expected to pay (after Devoto et al., arXiv:2510.00636).
 
     Future queries are taken to be like the row's last n = ``queries`` ones, q_i before rotation, at the next ``future``
@@ -217,7 +290,7 @@ class Expected(Policy):
         self.future, self.queries, self.kernel = future, queries, kernel
         self.epsilon, self.normal = epsilon, normal
 
-    def score(self, pool: Pool) -> torch.Tensor:
+    def new(self, pool: Pool) -> torch.Tensor:
         own = pool.position[:, 0]  # [B, q]
         query, level, known = self._recent(pool, own)
         weight = known[:, None, None, :, None] / known.sum(-1).clamp_min(1)[:, None, None, None, None]
@@ -231,11 +304,34 @@ class Expected(Policy):
         now = torch.logaddexp(level + trust.log(), paid) - (trust + new[:, None, None, None]).clamp_min(1).log()
         level = torch.where(new[:, None, None, None] > 0, now, level)
         pool.memory["level"], pool.memory["seen"] = level, before + new
-        most = 80.0  # what exp can take in float32
-        attention = [((z - level[..., None]).clamp_max(most).exp() * weight).sum(3).mean(2) for z in each()]
+        attention = [((z - level[..., None]).clamp_max(MOST).exp() * weight).sum(3).mean(2) for z in each()]
         norm = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
         score = ((torch.cat(attention, -1) + self.epsilon) * norm).masked_fill(pool.position < 0, 0.0)
-        return pool.after(smoothed(score, pool.position, self.kernel))
+        return smoothed(score, pool.position, self.kernel)
+
+    def step(self, pool: Pool) -> torch.Tensor:
+        """``new`` of one token, by the same formula: it is its only neighbour, and all n queries are there."""
+        memory, n, number = pool.memory, self.queries, pool.number
+        if "number" not in memory or memory["number"].shape[1] < n:
+            return self.new(pool)
+        assert pool.query is not None and number is not None
+        query, key = pool.query.float(), pool.keys.float() * pool.scaling
+        if pool.rope is not None:
+            query = query @ pool.rope.matrix(-number, query.shape[-1], query.device)
+            key = key @ pool.rope.ahead(-number - 1, self.future, key.shape[-1], key.device)
+        query = torch.cat([memory["query"][:, :, :, 1:], query.unflatten(1, (key.shape[1], -1))], 3)  # [B, H, G, n, D]
+        level = memory["level"]
+        level = torch.cat([level[..., 1:], level.mean(-1, keepdim=True)], -1)
+        z = (query * key[:, :, None]).sum(-1)  # [B, H, G, n]
+        if self.normal:
+            mean = z.mean(-1, keepdim=True)
+            z = mean + (z - mean).square().mean(-1, keepdim=True) / 2
+        level = torch.logaddexp(level + math.log(n), z) - math.log(n + 1)
+        memory["query"], memory["level"] = query, level
+        memory["number"], memory["seen"] = memory["number"] + 1, memory["seen"] + 1
+        attention = (z - level).clamp_max_(MOST).exp_().mean((2, 3))
+        norm = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
+        return (attention[..., None] + self.epsilon) * norm
 
     def _logits(
         self, pool: Pool, own: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, block: slice

@@ -72,12 +72,12 @@ class Progress:
 
     def _waiting(self, index: int, layers: list[Any]) -> int:
         """Tokens of this layer whose attention never came, where that of other layers did."""
-        others = [layers[i] for i in self.attention if isinstance(layers[i], KVLayer)]
         layer = layers[index]
+        if not layer.waiting or layer.touched:
+            return 0
+        others = (layers[i] for i in self.attention if isinstance(layers[i], KVLayer))
         stored = any(other.defers and not other.waiting and not other.blind for other in others)
-        if layer.waiting and not layer.touched and stored:
-            return int(layer.waiting)
-        return 0
+        return int(layer.waiting) if stored else 0
 
     def _reached_all(self, attended: set[int]) -> bool:
         """Whether the current forward has been everywhere (or nowhere): at all attention layers, ``attended``, too."""

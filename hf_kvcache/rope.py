@@ -14,6 +14,8 @@ model's own code knows: its rotary module and its ``apply_rotary_pos_emb`` are c
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +96,38 @@ class Rope:
                 total += self.turn(basis, delta)[0].sum(1)  # of [1, basis, deltas, D]; rows: R e_i
             self._mean[count, width] = total.T / count
         return self._mean[count, width].to(device)
+
+    def matrix(self, delta: int, width: int, device: torch.device) -> torch.Tensor:
+        """R(delta) as a matrix [width, width]: row vectors are turned. Made once for all layers that turn alike."""
+
+        def make() -> torch.Tensor:
+            basis = torch.eye(width, device=device)[None, None]
+            return self.turn(basis, torch.full((width,), delta, device=device))[0, 0]
+
+        return _shared(self._config, (self._layer_type, delta, 0, width, device), make)
+
+    def ahead(self, delta: int, count: int, width: int, device: torch.device) -> torch.Tensor:
+        """The mean of R(delta), ..., R(delta + count - 1), as it is used on keys: ``turn``, then ``@ mean_turn``."""
+
+        def make() -> torch.Tensor:
+            return self.matrix(delta, width, device) @ self.mean_turn(count, width, device)
+
+        return _shared(self._config, (self._layer_type, delta, count, width, device), make)
+
+
+_made: list[tuple[weakref.ref[Any], tuple[Any, ...], torch.Tensor]] = []
+
+
+def _shared(config: Any, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What the layers of one model have in common in one step of decode."""
+    for owner, known, found in _made:
+        if known == key and owner() is config:
+            return found
+    with torch.inference_mode(False), torch.no_grad():
+        made = make()
+    _made.insert(0, (weakref.ref(config), key, made))
+    del _made[8:]
+    return made
 
 
 def find_rope(config: Any, layer: int) -> Rope | None:

@@ -9,6 +9,7 @@ A unit is what the codec encodes together: one token, or a group of g.
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ def map_pairs(first: Any, second: Any, fn: Any) -> Any:
     return type(first)(*(fn(torch.cat(pair, 2)) for pair in zip(first, second, strict=True)))
 
 
+@lru_cache(maxsize=8)
 def grid(batch: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(batch, device=device)[:, None, None], torch.arange(heads, device=device)[None, :, None]
+    """Rows [B, 1, 1] and heads [1, H, 1], to index with."""
+    with torch.inference_mode(False):
+        return torch.arange(batch, device=device)[:, None, None], torch.arange(heads, device=device)[None, :, None]
 
 
 class Slots:
@@ -47,11 +51,17 @@ class Slots:
     def tokens(self) -> int:
         return self.used * self.group
 
+    @property
+    def full(self) -> bool:
+        """No spare slots: tensors are handed out as they are."""
+        return self.used == self.score.shape[2]
+
     def units(self) -> Part:
         """What is held, unit by unit."""
-        return Part(
-            self.key_codec, narrow(self.keys, 0, self.used), self.value_codec, narrow(self.values, 0, self.used)
-        )
+        keys, values = self.keys, self.values
+        if not self.full:
+            keys, values = narrow(keys, 0, self.used), narrow(values, 0, self.used)
+        return Part(self.key_codec, keys, self.value_codec, values)
 
     def part(self) -> Part:
         """What is held, as the codecs wrote it."""
@@ -75,11 +85,11 @@ class Slots:
 
     def positions(self) -> torch.Tensor:
         """[B, H, used, g]"""
-        return self.position[:, :, : self.used]
+        return self.position if self.full else self.position[:, :, : self.used]
 
     def scores(self) -> torch.Tensor:
         """[B, H, used]"""
-        return self.score[:, :, : self.used]
+        return self.score if self.full else self.score[:, :, : self.used]
 
     def set_scores(self, scores: torch.Tensor) -> None:
         self.score[:, :, : self.used] = scores
@@ -151,17 +161,25 @@ class Slots:
         self.used += 1
 
     def put(
-        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor | None
+        self, index: torch.Tensor, unit: Part, position: torch.Tensor, score: torch.Tensor, real: torch.Tensor
     ) -> None:
-        """Overwrite slot ``index`` [B, H] of every row (of those in ``real``, [B] bool) and head with a unit
+        """Overwrite slot ``index`` [B, H] of every row of those in ``real``, [B] bool, and head with a unit
         [B, H, 1, ...]."""
         rows, heads = grid(index.shape[0], index.shape[1], index.device)
-        some = slice(None) if real is None else real
-        where = (rows[some][..., 0], heads[..., 0], index[some])
+        where = (rows[real][..., 0], heads[..., 0], index[real])
         for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
-            mine[where] = new[some][:, :, 0]
-        self.position[where] = position[some][:, :, 0].to(torch.int32)
-        self.score[where] = score[some][:, :, 0]
+            mine[where] = new[real][:, :, 0]
+        self.position[where] = position[real][:, :, 0].to(torch.int32)
+        self.score[where] = score[real][:, :, 0]
+
+    def replace(self, index: torch.Tensor, unit: Part, number: int, score: torch.Tensor) -> None:
+        """``put`` in all rows a token of the same ``number``, ``index`` [B, H, 1]: tokens of decode come this way, so
+        it is few operators."""
+        where = (*grid(index.shape[0], index.shape[1], index.device), index)
+        for mine, new in zip((*self.keys, *self.values), (*unit.keys, *unit.values), strict=True):
+            mine.index_put_(where, new)  # scatter_ of 16-bit numbers takes ten times as long on a CPU
+        self.position.scatter_(2, index[..., None], number)
+        self.score.scatter_(2, index, score)
 
     def map_rows(self, fn: Any) -> None:
         """Apply ``fn``, which may change the batch axis only, to every tensor."""

@@ -55,6 +55,9 @@ in float16 whatever the model's type, a query is divided by a power of two and p
 largest scale; both factors are put back in float32, and zeros are summed in float32. Plain 16-bit states are
 multiplied in their own type. float32 queries are multiplied in float32.
 
+*Mass.* Where importance eviction asks what attention each key got, the first kernel also leaves its scores, the second
+the log-sum-exp of every row, and a third adds up  mean over G of sum over Q of exp(s_j - lse).
+
 ``append_quantized`` is the writing side: read a row once, write codes and scale into their slots.
 
 Under ``TRITON_INTERPRET=1`` everything runs on the CPU, in float32: the interpreter's bfloat16 is not right.
@@ -81,6 +84,7 @@ MAX_QUERIES = 16
 MAX_ROWS = 128  # more rows are a prefill, which is bound by arithmetic: not what these kernels are for
 MAX_WIDTH = 256
 MAX_GROUPS = 16  # channel groups: the kernel is unrolled over them
+MASS_BLOCK = 1 << 12  # scores that the third kernel reads at a time
 MERGE_SPLITS = 32  # splits that the second kernel reads at a time
 FEW_ROWS = 32  # what every GPU since Ampere has room for, in float32 too: 99 KB of shared memory at most
 ROOM_FOR_MANY = 170_000  # bytes of shared memory that one program of MAX_ROWS rows may need
@@ -323,7 +327,7 @@ def _weigh(
 
 
 # Numbers that grow with the sequence or the slab are not specialized on: they would compile again and again.
-@triton.jit(do_not_specialize=["lines", "chunk", "first_split", "splits", "ksb", "ksh", "vsb", "vsh"])
+@triton.jit(do_not_specialize=["lines", "chunk", "first_split", "splits", "tokens", "ksb", "ksh", "vsb", "vsh"])
 def _partial_kernel(
     query,
     keys,
@@ -337,6 +341,7 @@ def _partial_kernel(
     mask,
     acc_out,
     stats_out,
+    scores_out,
     scaling,
     softcap,
     rows,
@@ -345,6 +350,7 @@ def _partial_kernel(
     chunk,
     first_split,
     splits,
+    tokens,
     qb,
     qh,
     qq,
@@ -386,10 +392,13 @@ def _partial_kernel(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
     """Attention of one KV head's rows over one split: unnormalized output, running maximum and sum.
 
     RAGGED: a head's tokens begin at row ``starts`` [B, H] of flat tensors, and are ``sizes`` [B, H] of the ``lines``.
+
+    SCORES: they are kept, of exponents of base 2, in ``scores_out`` [B, H, rows, tokens], from the part's first on.
 
     NEAR: groups of tokens that a block of lines may touch, where keys have a step per channel; 0 where they have not.
     """
@@ -421,6 +430,7 @@ def _partial_kernel(
     value_zeros += value_at
     mask += batch * mb + start * TOKENS * mn
     mask_rows = query_head * mh + (row % queries) * mq
+    scores_at = scores_out + ((batch * tl.num_programs(1) + head) * rows + row) * tokens + start * TOKENS
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -467,6 +477,8 @@ def _partial_kernel(
                 scores = _capped(scores, softcap) * LOG2E
             visible = _visible(mask, mask_rows, rows_inside, token, exists, mn, MASK)
             scores = tl.where(visible, scores, float("-inf"))
+            if SCORES:
+                tl.store(scores_at[:, None] + token[None, :], scores, mask=rows_inside[:, None] & exists[None, :])
             raw = raw + (scores,)  # type: ignore[assignment]
             top = tl.maximum(top, scores)
 
@@ -519,6 +531,7 @@ def _merge_kernel(
     stats_in,
     s_aux,
     out,
+    lse_out,
     queries,
     splits,
     turned,
@@ -528,6 +541,7 @@ def _merge_kernel(
     AUX: tl.constexpr,
     TURN: tl.constexpr,
     HALF: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     """Join all splits of one row; ``out`` is [B, Hq, Q, Dv], which is [B, H, rows, Dv].
 
@@ -564,7 +578,11 @@ def _merge_kernel(
             weights = tl.where(split < turned, weights, 0.0)
         acc = acc * fade + tl.sum(partial * weights[:, None], 0)
         peak = new_peak
-    total = tl.where(total == 0.0, 1.0, total)  # a row that may attend to nothing gets zeros
+    nothing = total == 0.0  # a row that may attend to nothing gets zeros
+    total = tl.where(nothing, 1.0, total)
+    if LSE:
+        lse = tl.where(nothing, float("inf"), peak + tl.log2(total))
+        tl.store(lse_out + cell * rows + row + tl.arange(0, 1), lse)
     out_at = out + (cell * rows + row) * WIDTH + column
     mean = acc / total
     if HALF:  # rounded values may lie beyond what they were rounded from; infinity is somebody's own
@@ -574,6 +592,20 @@ def _merge_kernel(
     if TURN:
         half = tl.num_programs(2).to(tl.int64) * heads * rows * WIDTH
         tl.store(out_at + half, acc_turned / total, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _mass_kernel(scores, lse, mass, rows, tokens, groups, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """To ``mass`` [B, H, tokens]: what some keys of one head got from all rows, [B, H, rows, tokens]; of base 2."""
+    cell = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    row, token = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = token < tokens
+    at = scores + (cell * rows + row)[:, None] * tokens + token[None, :]
+    s = tl.load(at, mask=(row < rows)[:, None] & exists[None, :], other=float("-inf"))
+    shift = tl.load(lse + cell * rows + row, mask=row < rows, other=0.0)
+    total = tl.sum(tl.exp2(s - shift[:, None]), 0) / groups
+    mass_at = mass + cell * tokens + token
+    tl.store(mass_at, tl.load(mass_at, mask=exists, other=0.0) + total, mask=exists)
 
 
 @triton.jit
@@ -713,11 +745,12 @@ def attend_triton(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    mass: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``attend_reference`` in Triton, for decode. Same arguments, same result; ask ``supports`` first."""
+    """``attend_torch`` in Triton, for decode. Same arguments, same result; ask ``supports`` first."""
     assert supports(query, parts, mask, softcap, s_aux), "attend_triton: ask supports() first"
     with _current(query.device):
-        return _attend(query, parts, scaling, mask, softcap, s_aux)
+        return _attend(query, parts, scaling, mask, softcap, s_aux, mass)
 
 
 def _attend(
@@ -727,9 +760,12 @@ def _attend(
     mask: torch.Tensor | None,
     softcap: float | None,
     s_aux: torch.Tensor | None,
+    mass: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, query_heads, queries, _ = query.shape
     heads, width = parts[0].keys[0].shape[1], parts[0].values[0].shape[-1]
+    if mask is not None and mask.shape[1] not in (1, query_heads):  # one for all query heads of a KV head
+        mask = mask.repeat_interleave(query_heads // heads, 1)
     rows = query_heads // heads * queries
     tiles = [_tiles_of(part, rows, query.dtype) for part in parts]
     sms = _sm_count(query.device)
@@ -742,12 +778,14 @@ def _attend(
     turned = sum(count for (count, _), rotates in zip(sizes, rotated, strict=True) if not rotates)
     acc = torch.empty((batch, heads, splits, rows, width), dtype=torch.float32, device=query.device)
     stats = torch.empty((batch, heads, splits, 2, rows), dtype=torch.float32, device=query.device)
+    scores = stats if mass is None else _room_for_scores(mass, parts, rows)
     next_split, first_token = [0, turned], 0  # splits of plain values, then those of rotated ones
     for part, tile, (count, chunk), rotates in zip(parts, tiles, sizes, rotated, strict=True):
         own_mask = None if mask is None else mask[..., first_token : first_token + part.tokens]
         if count:
             own_splits = (next_split[rotates], count, chunk)
-            _launch_part(query, part, scaling, own_mask, softcap, acc, stats, tile, own_splits)
+            own_scores = None if mass is None else scores[..., first_token:]
+            _launch_part(query, part, scaling, own_mask, softcap, acc, stats, own_scores, tile, own_splits)
         next_split[rotates] += count
         first_token += part.tokens
     turns = turned < splits
@@ -757,13 +795,27 @@ def _attend(
     if out.numel():
         assert s_aux is None or s_aux.shape == (query_heads,), s_aux.shape
         aux = stats if s_aux is None else s_aux
+        lse = stats if mass is None else torch.empty_like(scores[..., 0])
         _merge_kernel[(rows, heads, batch)](
-            acc, stats, aux, out, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None, turns,
-            query.dtype == torch.float16 and not turns,
+            acc, stats, aux, out, lse, queries, splits, turned, width, _block(width), MERGE_SPLITS, s_aux is not None,
+            turns, query.dtype == torch.float16 and not turns, mass is not None,
         )  # fmt: skip
+        if mass is not None and mass.numel():
+            block = max(MASS_BLOCK // _block(rows), 16)
+            grid = (-(-mass.shape[2] // block), heads, batch)
+            _mass_kernel[grid](scores, lse, mass, rows, mass.shape[2], rows // queries, _block(rows), block)
     if turns:
         return fit(out[0] + turn(out[1], ALWAYS, back=True), query.dtype)
     return out[0].to(query.dtype)
+
+
+def _room_for_scores(mass: torch.Tensor, parts: list[Part], rows: int) -> torch.Tensor:
+    """[B, H, rows, n] float32; what no program writes, beyond the size of a head, gets nothing."""
+    batch, heads, tokens = mass.shape
+    assert mass.dtype == torch.float32 and mass.is_contiguous(), (mass.dtype, mass.stride())
+    assert tokens == sum(part.tokens for part in parts) and heads == parts[0].keys[0].shape[1], mass.shape
+    room = torch.empty((batch, heads, rows, tokens), dtype=torch.float32, device=mass.device)
+    return room if all(part.starts is None for part in parts) else room.fill_(float("-inf"))
 
 
 class Form(NamedTuple):
@@ -907,10 +959,14 @@ def _launch_part(
     softcap: float | None,
     acc: torch.Tensor,
     stats: torch.Tensor,
+    scores: torch.Tensor | None,
     tiles: Tiles,
     splits: tuple[int, int, int],
 ) -> None:
-    """One launch over the tokens of one part, into the splits (first, count, tokens in each) of the buffers."""
+    """One launch over the tokens of one part, into the splits (first, count, tokens in each) of the buffers.
+
+    ``scores``: where its scores are wanted, [B, H, rows, n] from its first token on.
+    """
     _check_shapes(query, part, mask)
     first_split, count, chunk = splits
     keys, key_scales, key_zeros = _words(part.keys)
@@ -926,15 +982,17 @@ def _launch_part(
     starts, sizes = (part.starts, part.sizes) if ragged else (stats, stats)
     _partial_kernel[(count, keys.shape[1], batch)](
         query, keys, key_scales, key_zeros, values, value_scales, value_zeros, starts, sizes, mask_bytes, acc, stats,
+        stats if scores is None else scores,
         float(scaling) if softcap else float(scaling) * LOG2E.value, float(softcap or 0.0),
         rows, queries, part.tokens // tiles.tokens, chunk, first_split, stats.shape[2],
+        0 if scores is None else scores.stride(2),
         *query.stride()[:3], *keys.stride()[:2], *key_scales.stride()[:2],
         *values.stride()[:2], *value_scales.stride()[:2], *mask_strides,
         keys.stride(-2), values.stride(-2), width, part.values[0].shape[-1], form_k.planes, form_v.planes,
         form_k.groups, form_v.groups, form_k.span, form_v.span, form_k.codes, form_v.codes,
         tiles.tokens, tiles.lines, tiles.near, tiles.block_k, tiles.block_v, tiles.block_n, tiles.rows,
         form_k.name, form_v.name, _dot_dtype(dtype, part.keys), _dot_dtype(dtype, part.values), kind, bool(softcap),
-        ragged, num_warps=tiles.warps, num_stages=3,
+        ragged, scores is not None, num_warps=tiles.warps, num_stages=3,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class Bench:
         if self._states is None:
             raise ValueError("a model with sliding layers, whose history cannot be repeated: leave out turn and drafts")
         cache, times = contenders.make_cache(spec, self.model.config), -(-tokens // self.filled)
-        if "snapkv" in spec or "h2o" in spec or "tova" in spec or "expected" in spec:  # need attention
+        if not speed.replays(spec):
             self._feed(tokens, tokens, cache)
             return cache
         for index, (k, v) in enumerate(self._states):

@@ -16,6 +16,7 @@ from hf_kvcache import spec as specs
 from hf_kvcache import triton_decode
 
 POINTERS = {"acc_out": "*fp32", "stats_out": "*fp32", "acc_in": "*fp32", "stats_in": "*fp32", "scales": "*fp32"}
+POINTERS |= dict.fromkeys(("scores", "scores_out", "lse", "lse_out", "mass"), "*fp32")
 SHARED_MEMORY = {80: 166912, 90: 232448}  # bytes that one program may have
 
 
@@ -46,7 +47,9 @@ def build(kernel, pointers, constants, capability, warps=4):
     print(kernel.__name__, constants, built.metadata.shared, len(built.asm["cubin"]))
 
 
-def build_partial(storage, width, rows, capability, mask="none", softcap=False, query=torch.bfloat16, ragged=False):
+def build_partial(
+    storage, width, rows, capability, mask="none", softcap=False, query=torch.bfloat16, ragged=False, scores=False
+):
     """The first kernel as ``_launch_part`` calls it for a storage."""
     codecs = specs.storage(storage)[1:3]
     forms = [triton_decode.form_of(codec, width) for codec in codecs]
@@ -58,7 +61,7 @@ def build_partial(storage, width, rows, capability, mask="none", softcap=False, 
     pointers |= dict.fromkeys(("starts", "sizes"), "*i64" if ragged else "*fp32")
     constants = {"TOKENS": tiles.tokens, "LINES": tiles.lines, "NEAR": tiles.near, "BLOCK_N": tiles.block_n}
     constants |= {"BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v, "ROWS": tiles.rows}
-    constants |= {"MASK": mask, "SOFTCAP": softcap, "RAGGED": ragged}
+    constants |= {"MASK": mask, "SOFTCAP": softcap, "RAGGED": ragged, "SCORES": scores}
     for side, sides, form in zip("KV", ("key", "value"), forms, strict=True):
         pointers[f"{sides}s"] = plain if form.name == "full" else "*i32"
         pointers[f"{sides}_scales"] = plain if form.name == "full" else "*bf16" if form.codes > 1 else "*fp32"
@@ -75,9 +78,9 @@ if __name__ == "__main__":
     build_partial("int8", 128, 4, 90)
     build_partial("fp8_e5m2", 64, 8, 80, "rows", True)
     build_partial("full", 128, 4, 90, "keys")
-    build_partial("int8", 64, 4, 90, "rows", ragged=True)
+    build_partial("int8", 64, 4, 90, "rows", ragged=True, scores=True)
     build_partial("int4", 64, 4, 90)
-    build_partial("k8v2", 32, 4, 80, "keys")
+    build_partial("k8v2", 32, 4, 80, "keys", scores=True)
     if "--all" in sys.argv:  # minutes
         for storage in ("int8", "fp8_e4m3", "int4", "int2", "k4v2", "k8v4", "k4v8", "int4(group=64)"):
             for capability in SHARED_MEMORY:
@@ -94,7 +97,11 @@ if __name__ == "__main__":
         shape = {"WIDTH": 128, "BLOCK_D": 128, "BLOCK_R": 8, "FORMAT": name, "RECIPROCAL": True}
         build(triton_decode._append_kernel, append, shape, 90)
     merge = {"WIDTH": 80, "BLOCK_D": 128, "BLOCK_S": 32, "AUX": True}
-    build(triton_decode._merge_kernel, {"out": "*bf16", "s_aux": "*fp32"}, {**merge, "TURN": False, "HALF": False}, 90)
-    build(triton_decode._merge_kernel, {"out": "*fp16", "s_aux": "*fp32"}, {**merge, "TURN": False, "HALF": True}, 90)
-    build(triton_decode._merge_kernel, {"out": "*fp32", "s_aux": "*fp32"}, {**merge, "TURN": True, "HALF": False}, 80)
+    for out, turn, half, lse, capability in (
+        ("*bf16", False, False, True, 90), ("*fp16", False, True, False, 90), ("*fp32", True, False, True, 80),
+    ):  # fmt: skip
+        flags = {"TURN": turn, "HALF": half, "LSE": lse}
+        build(triton_decode._merge_kernel, {"out": out, "s_aux": "*fp32"}, {**merge, **flags}, capability)
+    for rows, capability in ((16, 90), (128, 80)):
+        build(triton_decode._mass_kernel, {}, {"ROWS": rows, "BLOCK_N": 4096 // rows}, capability)
     sys.exit(0)

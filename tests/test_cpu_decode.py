@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from models import build, feed, llama_config, prompt, ragged, states
 
 import hf_kvcache
-from hf_kvcache import KVCache, cpu_build, cpu_decode
+from hf_kvcache import KVCache, attention, cpu_build, cpu_decode
 from hf_kvcache.attention import Part, attend, attend_reference, attend_torch
 from hf_kvcache.codecs import ALWAYS, CODECS, Plain, find_codec
 from hf_kvcache.lowbit import GroupedCodec
@@ -106,7 +106,21 @@ def check(query: torch.Tensor, parts: list[Part], mask: Any = None, softcap: Any
     step = 0 if query.dtype == torch.float32 else torch.finfo(query.dtype).eps
     largest = want.abs().max().item() if want.numel() else 0
     torch.testing.assert_close(got.float(), want, atol=1e-5 * largest, rtol=step)
+    check_mass(query, parts, mask, softcap, s_aux, got)
     return got
+
+
+def check_mass(query: torch.Tensor, parts: list[Part], mask: Any, softcap: Any, s_aux: Any, out: torch.Tensor) -> None:
+    """What each key got is added to what is there, and changes no bit of the output."""
+    shape = (query.shape[0], parts[0].keys[0].shape[1], sum(part.tokens for part in parts))
+    before = torch.rand(shape)
+    mass, want = before.clone(), torch.zeros(shape)
+    if not shape[2]:
+        return
+    again = cpu_decode.attend_compiled(query, parts, query.shape[-1] ** -0.5, mask, softcap, s_aux, mass)
+    attend_torch(query.float(), parts, query.shape[-1] ** -0.5, mask, softcap, s_aux, want)
+    assert torch.equal(again, out)
+    torch.testing.assert_close(mass - before, want, atol=1e-5 * query.shape[2], rtol=1e-4)
 
 
 @pytest.mark.parametrize("keys", FORMATS)
@@ -135,8 +149,14 @@ def test_heads_of_different_lengths(level, name, heads):
     first = chosen & (chosen.cumsum(-1) <= 3)
     slots = (torch.arange(run.tokens) < 3).expand(3, heads, -1)
     want = attend_reference(query, [part, tail], 0.125, shown(first, case.groups, 5))
-    got = cpu_decode.attend_compiled(query, [run, tail], 0.125, shown(slots, case.groups, 5))
+    mass = torch.zeros(3, heads, run.tokens + 5)
+    got = cpu_decode.attend_compiled(query, [run, tail], 0.125, shown(slots, case.groups, 5), mass=mass)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    slots = slots & (torch.arange(run.tokens) < run.sizes[..., None])
+    want = torch.zeros_like(mass)
+    attend_torch(query, [run, tail], 0.125, shown(slots, case.groups, 5), mass=want)
+    assert not mass[..., : run.tokens][~slots].any()
+    torch.testing.assert_close(mass, want, atol=1e-5, rtol=1e-4)
 
 
 def shown(chosen, groups, more):
@@ -245,7 +265,8 @@ def test_anything_goes(data):
     aux = torch.randn(case.heads * case.groups) if pick(True, False) else None
     share = cpu_decode._share
     try:
-        cpu_decode._share = lambda *_: (pick(1, 2, 3), pick(1, 2, 5))
+        threads, splits = pick(1, 2, 3), pick(1, 2, 5)
+        cpu_decode._share = lambda *_: (threads, splits)
         check(make_query(case), parts, pick(None, mask, mask.float()), pick(None, 8.0), aux)
     finally:
         cpu_decode._share = share
@@ -278,6 +299,23 @@ def test_what_is_not_a_number_is_carried_through(level):
         part = Part(CODECS["full"], Plain(keys), CODECS["full"], Plain(values))
         out = cpu_decode.attend_compiled(torch.ones(1, 2, 1, 16), [part], 1.0)
         assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+@needs_kernel
+def test_scores_are_kept_within_bounds(monkeypatch):
+    """Where many queries' scores would not be, torch does it, some queries at a time."""
+    case = Case(70, (32, 32), queries=4)
+    query, parts = make_query(case), [make_part(case, "int8", "int8")]
+    calls = counted(monkeypatch, "try_attend")
+    mass, want = torch.zeros(2, 1, 2, 70)
+    attend_torch(query, parts, 0.2, mass=want)
+    monkeypatch.setattr(attention, "ROWS", 6 * 4 * 70 - 1)
+    attend(query, parts, 0.2, mass=mass)
+    assert not calls and (mass - want).abs().max() < 1e-5
+    attend(query[:, :, :1], parts, 0.2, mass=mass)
+    monkeypatch.setattr(attention, "ROWS", 6 * 4 * 70)
+    attend(query, parts, 0.2, mass=mass)
+    assert calls == [1, 1]
 
 
 def test_large_and_tiny_numbers(level):

@@ -325,14 +325,15 @@ def test_race_replays_what_the_model_would_have_stored(model, ids):
     states = speed.states_of(model, ids[:, :20])
     laps = speed.race(model, ids, 20, ["dynamic", "full"], "kvcache", states, rounds=4)
     fed = speed.race(model, ids, 20, ["dynamic", "full"], "kvcache", None, rounds=4)
+    assert all(len(lap.cpu_seconds) == 4 and lap.operators > 50 for lap in laps.values())
     assert laps["dynamic"].predicted == fed["dynamic"].predicted == fed["full"].predicted == laps["full"].predicted
     assert laps["dynamic"].predicted == ids[0, 25:29].tolist()  # 20 + 1 + 3 warm-up tokens, then the text itself
     assert laps["dynamic"].nbytes == 21 * 2 * 2 * 2 * 8 * 4 < laps["dynamic"].peak_bytes
 
 
 def test_speed_metrics_match_hand_computation():
-    lap = speed.Lap([0.1, 0.2, 0.3], [1, 2, 3], 1000, 1500)
-    baseline = speed.Lap([0.2, 0.2, 0.9], [1, 2, 4], 4000, 5000)
+    lap = speed.Lap([0.1, 0.2, 0.3], [1, 2, 3], 1000, 1500, [], 9)
+    baseline = speed.Lap([0.2, 0.2, 0.9], [1, 2, 4], 4000, 5000, [], 9)
     got = speed.metrics(lap, baseline, weights=9000, context=99)
     assert got["step_ms"] == pytest.approx(200) and got["tokens_per_second"] == pytest.approx(5)
     assert got["speed_ratio"] == pytest.approx(2)  # ratios 2, 1, 3

@@ -683,6 +683,42 @@ def test_expected_attention_is_its_formula(
             torch.testing.assert_close(scores[row, head, pads[row] :], slow[pads[row] :], atol=1e-4, rtol=1e-3)
 
 
+STEPS = [(name, {}) for name in POLICIES] + [
+    ("snapkv", {"window": 3, "pool": "mean"}), ("random", {"seed": 5}), ("expected", {"epsilon": 0.1}),
+    ("expected", {"normal": True, "future": 9}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number, rotary", [(35, True), (70, False)])
+@pytest.mark.parametrize("name, options", STEPS)
+def test_a_step_of_one_token_is_what_score_says(name: str, options: dict, number: int, rotary: bool) -> None:
+    """The cheap way against the definition: a prompt, then tokens one by one; rows alike, so no pads."""
+    policy, rope = POLICIES[name](**options), layer("expected").rope if rotary else None
+    states = torch.randn(3, 2, 2, number + 4, 8).bfloat16()
+    query = torch.randn(2, 4, number + 4, 8).bfloat16()
+
+    def pool(scores: torch.Tensor, memory: dict[str, torch.Tensor], start: int, stop: int) -> Pool:
+        held, new = scores.shape[-1], slice(start, stop)
+        order = torch.arange(stop).expand(2, 2, -1)
+        torch.manual_seed(start)
+        mass = torch.rand(2, 2, held + stop - start)
+        fresh = states[0, :, :, new], states[1, :, :, new], order[..., new], mass, query[:, :, new]
+        return Pool(scores, order[..., :held].int(), *fresh, memory, 40, rope, 0.3, start)
+
+    slow: dict[str, torch.Tensor] = {}
+    scores = policy.score(pool(torch.zeros(2, 2, 0), slow, 0, number))
+    quick, mine = dict(slow), scores.clone()
+    for start in range(number, number + 4):
+        scores = policy.score(pool(scores, slow, start, start + 1))
+        new = policy.step(pool(mine, quick, start, start + 1))
+        assert new.shape == (2, 2, 1) and new.dtype == torch.float32
+        mine = torch.cat([mine, new], -1)
+        torch.testing.assert_close(mine, scores, atol=1e-5, rtol=1e-5)
+        assert quick.keys() == slow.keys()
+        for key, value in slow.items():
+            torch.testing.assert_close(quick[key], value, atol=1e-5, rtol=1e-5)
+
+
 # -- repositioned sinks ------------------------------------------------------------------------------------------------
 
 

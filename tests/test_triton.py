@@ -20,7 +20,7 @@ if DEVICE == "cpu" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
 from hf_kvcache import KVCache, triton_decode  # noqa: E402
-from hf_kvcache.attention import Part, attend_reference  # noqa: E402
+from hf_kvcache.attention import Part, attend_reference, attend_torch  # noqa: E402
 from hf_kvcache.codecs import ALWAYS, CODECS, Codec, PerToken, Plain, Scaled, find_codec  # noqa: E402
 from hf_kvcache.layers import Run  # noqa: E402
 from hf_kvcache.lowbit import GroupedCodec  # noqa: E402
@@ -134,6 +134,13 @@ def check(case: Case, parts: list[Part]) -> None:
     else:
         tolerance = 2 * (plain(query, *arguments).float() - want).abs().max()
     assert (got.float() - want).abs().max() <= tolerance
+    before = torch.rand(case.batch, case.heads, sum(part.tokens for part in parts), device=DEVICE)
+    mass, share = before.clone(), torch.zeros_like(before)
+    again = triton_decode.attend_triton(query, *arguments, mass)
+    attend_torch(query.float(), *arguments, share)
+    assert torch.equal(again, got)
+    loose = 1e-5 if case.dtype == torch.float32 or DEVICE == "cpu" else 1e-2
+    torch.testing.assert_close(mass - before, share, atol=loose * case.queries, rtol=10 * loose)
     if case.mask == "rows":
         assert not got[0, :, 0].any()  # hidden: zeros, neither NaN nor a mean of the values
     if case.mask in ("rows", "keys") and case.batch > 1:
@@ -220,8 +227,17 @@ def test_heads_of_different_lengths(name):
         shown = torch.nn.functional.pad(visible.repeat_interleave(3, 1), (0, 5), value=True)[:, :, None]
         want = attend_reference(query, [part, tail], 0.125, shown)
         assert triton_decode.supports(query, [run, tail], mask)
-        got = triton_decode.attend_triton(query, [run, tail], 0.125, mask)
+        mass = torch.zeros(2, heads, run.tokens + 5, device=DEVICE)
+        got = triton_decode.attend_triton(query, [run, tail], 0.125, mask, mass=mass)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        inside = torch.arange(run.tokens, device=DEVICE) < run.sizes[..., None]
+        seen = inside if mask is None else inside & mask[:, ::3, 0, : run.tokens]
+        seen = torch.nn.functional.pad(seen, (0, 5), value=True)[:, :, None]  # by KV head
+        share = torch.zeros_like(mass)
+        attend_torch(query, [run, tail], 0.125, seen, mass=share)
+        torch.testing.assert_close(mass, share, atol=1e-5, rtol=1e-4)
+        assert not mass[..., : run.tokens][~inside].any()
+        assert torch.equal(triton_decode.attend_triton(query, [run, tail], 0.125, seen), got)
 
 
 def test_rotated_keys():
