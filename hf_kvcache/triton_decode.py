@@ -767,7 +767,8 @@ def _attend(
     if mask is not None and mask.shape[1] not in (1, query_heads):  # one for all query heads of a KV head
         mask = mask.repeat_interleave(query_heads // heads, 1)
     rows = query_heads // heads * queries
-    tiles = [_tiles_of(part, rows, query.dtype) for part in parts]
+    masked = mask is not None and mask.shape[1:3] != (1, 1)
+    tiles = [_tiles_of(part, rows, query.dtype, masked) for part in parts]
     sms = _sm_count(query.device)
     sizes = [
         split_sizes(part.tokens // tile.tokens, tile, batch * heads, sms)
@@ -858,10 +859,11 @@ class Tiles(NamedTuple):
 
 
 @cache
-def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 1) -> Tiles:
+def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 1, masked: bool = False) -> Tiles:
     """Powers of two that cover the widths, and as many lines as make a block of about ``BLOCK_BYTES`` per warp.
 
-    ``itemsize``: bytes of the largest number that is held. Warps share the columns of a product; a plane of 16
+    ``itemsize``: bytes of the largest number that is held. ``masked``: every row has a mask of its own, for whose
+    addresses one warp has too few registers. Warps share the columns of a product; a plane of 16
     columns is too narrow to be shared, and many rows need more registers than four warps have. Keys with steps per
     channel get a group of tokens to a block where it has 16 lines or more.
     """
@@ -874,6 +876,8 @@ def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 
     words = tokens // keys.codes * keys.groups * block_k * keys.planes
     words += tokens // values.codes * values.groups * block_v * values.planes
     room = _floor_power(BLOCK_BYTES * min(warps, 4) // (words * itemsize))
+    if masked and warps == 1:
+        warps, room = 2, room // 2
     block_n = min(128, max(16, room))
     near = 0
     if keys.per_channel:
@@ -896,11 +900,11 @@ def split_sizes(lines: int, tiles: Tiles, pairs: int, sms: int) -> tuple[int, in
     return -(-lines // (units * unit)), units * unit
 
 
-def _tiles_of(part: Part, rows: int, query: torch.dtype) -> Tiles:
+def _tiles_of(part: Part, rows: int, query: torch.dtype, masked: bool) -> Tiles:
     keys, values = part.keys[0], part.values[0]
     itemsize = 4 if query == torch.float32 else max(keys.element_size(), values.element_size())
     forms = form_of(part.key_codec, keys.shape[-1]), form_of(part.value_codec, values.shape[-1])
-    return tile_sizes(*forms, itemsize, rows, part.group)
+    return tile_sizes(*forms, itemsize, rows, part.group, masked)
 
 
 def _floor_power(n: int) -> int:

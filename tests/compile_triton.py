@@ -2,11 +2,19 @@
 
 python tests/compile_triton.py          # one of each kind
 python tests/compile_triton.py --all    # every storage for both GPUs: minutes
+
+Prints what each needs, as the tools that ship with triton say: registers of a thread, bytes that it spills,
+shared memory of a program. Heads of up to 128 values may not spill.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
+import triton
 import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
@@ -17,6 +25,7 @@ from hf_kvcache import triton_decode
 
 POINTERS = {"acc_out": "*fp32", "stats_out": "*fp32", "acc_in": "*fp32", "stats_in": "*fp32", "scales": "*fp32"}
 POINTERS |= dict.fromkeys(("scores", "scores_out", "lse", "lse_out", "mass"), "*fp32")
+READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_MEMORY = {80: 166912, 90: 232448}  # bytes that one program may have
 
 
@@ -44,7 +53,22 @@ def build(kernel, pointers, constants, capability, warps=4):
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     built = compile(source, GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
     assert built.metadata.shared <= SHARED_MEMORY[capability], built.metadata.shared
-    print(kernel.__name__, constants, built.metadata.shared, len(built.asm["cubin"]))
+    registers, spilled = resources(built.asm["cubin"])
+    assert not spilled or constants.get("WIDTH_K", 0) > 128, (kernel.__name__, constants, registers, spilled)
+    print(
+        f"{kernel.__name__} sm_{capability} {registers} registers, {spilled} spilled, {built.metadata.shared} shared",
+        constants,
+    )
+
+
+def resources(cubin):
+    """(registers of a thread, bytes of local memory: what it spills)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        told = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
 
 
 def build_partial(
@@ -56,7 +80,7 @@ def build_partial(
     plain = "*fp32" if query == torch.float32 else "*bf16"
     itemsize = 4 if query == torch.float32 else 2 if storage == "full" else 1
     group = max(codec.group for codec in codecs)
-    tiles = triton_decode.tile_sizes(*forms, itemsize, rows, group)
+    tiles = triton_decode.tile_sizes(*forms, itemsize, rows, group, mask == "rows")
     pointers = {"query": plain, "mask": plain if mask == "none" else "*u8"}
     pointers |= dict.fromkeys(("starts", "sizes"), "*i64" if ragged else "*fp32")
     constants = {"TOKENS": tiles.tokens, "LINES": tiles.lines, "NEAR": tiles.near, "BLOCK_N": tiles.block_n}
