@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import llama_config
+from models import llama, llama_config, prompt
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.memory import PeakBytes
 from hf_kvcache import KVCache
@@ -84,3 +85,38 @@ def test_encoding_makes_few_copies(bits, axis):
     with PeakBytes(CPU) as peak:
         GroupedCodec(bits, 32, axis).encode(x)
     assert peak.bytes <= {4: 1.7, 2: 2.9}[bits] * x.nbytes
+
+
+class Largest(TorchDispatchMode):
+    """The most values that the last two axes of any result have, where both are at least ``least`` long."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.shape = least, (0, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.dim() > 1 and min(t.shape[-2:]) >= self.least:
+                self.shape = max(self.shape, tuple(t.shape[-2:]), key=lambda shape: shape[0] * shape[1])
+        return out
+
+
+@pytest.mark.parametrize("turns", [[1600], [800, 800]], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    ["full", "int8", "fp8(residual=32)", "int4", "k4v2", "sink(4,508)", "int4+sink(4,252)", "knorm(budget=700)"]
+    + ["snapkv(budget=256)", "expected(budget=256)", "int4+keydiff(budget=256)", "int8+cpu"],
+)
+@torch.no_grad()
+def test_no_tensor_of_queries_by_history(spec, turns):
+    """Neither scores nor a mask: only leaves of a plan are written out. (Padding comes as a mask that transformers
+    made, once for all layers.)"""
+    model = llama("kvcache", layers=1)
+    cache, pieces = KVCache.from_spec(model.config, spec), prompt(1600, 2).split(turns, 1)
+    for ids in pieces[:-1]:
+        model(ids, past_key_values=cache)
+    with Largest(turns[-1] // 4) as seen:
+        model(pieces[-1], past_key_values=cache, logits_to_keep=1)
+    rows, keys = seen.shape
+    assert rows * keys <= turns[-1] * 1600 // 8, seen.shape
