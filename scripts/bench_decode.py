@@ -12,8 +12,8 @@ the number of tokens makes it cost, and a prefill of 16K tokens on two cores wou
 the same rounds, over the step time. ``slope`` is microseconds per token of context, by least squares, against
 ``DynamicCache``'s; ``p99`` the 99th percentile step over the median (a cache that re-encodes its history jumps here).
 ``CPU``: processor time of a step over ``DynamicCache``'s, which other programs on the machine disturb less. ``ops``:
-operators that a step dispatches, per layer, the model's own included; with ``--short``, contexts of 64 and 512, they are
-what a step's time goes into. Caches whose policy looks at attention are fed instead of replayed.
+operators that a step dispatches, per layer, the model's own included; with ``--short``, contexts of 64 and 512, they
+are what a step's time goes into. Caches whose policy looks at attention are fed instead of replayed.
 """
 
 from __future__ import annotations
