@@ -517,9 +517,9 @@ class FarSlab(Slab):
     def recall(self, mark: tuple[dict[str, Any], Kept | None]) -> None:
         if self.rows is None:
             super().recall(mark)
-        elif not mark[0]["appended"]:
-            self.clear()
-        else:
+        elif self.appended != mark[0]["appended"]:
+            if self.limit is not None:  # it has gone round from nothing, or not at all
+                self.appended = min(self.appended, self.limit)
             self.truncate(mark[0]["appended"])
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ from models import build, feed, greedy, llama, prompt
 from test_caches import gemma3_config, mistral_config, qwen3_next_config
 from test_masks import shaped
 
-from hf_kvcache import KVCache, compat
+from hf_kvcache import KVCache, OffloadedCache, compat
 
 SPECS = [
     "full",
@@ -228,3 +228,27 @@ def test_a_forward_of_pads_alone_is_named(attention, spec):
         raise ValueError
 
     assert check(llama(attention), spec, (13, 4), all_pads)
+
+
+@pytest.mark.parametrize("spec", ["int4(group=4,residual=4,sinks=2)", "int8+sink(2,6)"])
+@pytest.mark.parametrize("held", [1, 2, 5])
+@torch.no_grad()
+def test_a_staged_far_tier_goes_back(spec, held):
+    """Also where nothing was sealed before, and a ring has gone round since."""
+    model, ids = llama("kvcache"), prompt(held + 15, 2)
+    axes = KVCache.from_spec(model.config, spec)
+    cache, twin = (
+        OffloadedCache(model.config, _stage=True, storage=axes.storage, retention=axes.retention) for _ in range(2)
+    )
+    for each in (cache, twin):
+        model(ids[:, :held], past_key_values=each)
+    before = look(cache)
+    with pytest.raises(ValueError, match="does not know"):
+        with_unknown_argument(model, ids[:, held:], cache)
+    if cache.layers[0].torn:
+        assert "sink" in spec and held > 2  # a full window off the device
+        return
+    assert look(cache) == before
+    expected = model(ids[:, held:], past_key_values=twin).logits
+    torch.testing.assert_close(model(ids[:, held:], past_key_values=cache).logits, expected)
+    assert look(cache) == look(twin)
