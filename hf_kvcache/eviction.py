@@ -112,7 +112,7 @@ class EvictionLayer(KVLayer):
         self.kept_slots: Any = Slots(*codecs) if self.home is None else FarSlots(*codecs, self.home)
         self.tail_slots = Slots(full, full, 1)
         self.own: torch.Tensor | None = None  # [B] real tokens seen per row, once a pad was seen
-        self.fed = Fed(0)  # which tokens were no pads, from then on
+        self.fed = Fed.of(0)  # which tokens were no pads, from then on
         self.memory: dict[str, torch.Tensor] = {}
         self.pending: Chunk | None = None
         self.touched = False  # whether the model took what is pending apart, so that no attention of ours will follow
@@ -434,8 +434,8 @@ class EvictionLayer(KVLayer):
         if real is None and self.own is None:
             return _in_order(chunk.first, batch, heads, new, device)
         if self.own is None:
-            self.own, self.fed = torch.full((batch,), chunk.first, device=device), Fed(batch, chunk.first, device)
-        self.fed.add(real, new)
+            self.own, self.fed = torch.full((batch,), chunk.first, device=device), Fed.of(batch, chunk.first, device)
+        self.fed = self.fed.and_then(real, new)
         if real is None:
             real = torch.ones(batch, new, dtype=torch.bool, device=device)
         number = self.own[:, None] + real.cumsum(-1) - 1
@@ -820,7 +820,6 @@ class EvictionLayer(KVLayer):
         new = copy.copy(self)
         new.kept_slots, new.tail_slots = self.kept_slots.fork(), self.tail_slots.fork()
         new.memory = {name: t.clone() for name, t in self.memory.items()}
-        new.fed = self.fed.map(torch.clone)
         return new
 
     def export(self) -> dict[str, Any]:
@@ -843,8 +842,7 @@ class EvictionLayer(KVLayer):
         for name in FACTS:
             setattr(self, name, facts[name])
         self.is_initialized, self.own, self.memory = True, facts["own"], facts["memory"]
-        self.fed = Fed(0, self.seen)
-        self.fed.real = facts["real"]
+        self.fed = Fed(self.seen, facts["real"])
         if self.home is not None:
             self.home.device = self.device
         for name, fields in facts["held"].items():

@@ -96,7 +96,7 @@ class PaddedLayer(KVLayer):
         for slab in (slab for run in self.runs for slab in run.slabs):
             slab.ragged = True
         self.own, self.solid = torch.full((self.batch_size,), seen), seen
-        self.fed = Fed(self.batch_size, seen)
+        self.fed = Fed.of(self.batch_size, seen)
         if runs is not None and seen:
             self._take_over(*runs)
 
@@ -114,11 +114,6 @@ class PaddedLayer(KVLayer):
                 continue
             start = end - part.tokens if run is self.sealed else none
             run.put(part, start, torch.full_like(none, part.tokens))
-
-    def mark(self, keep: bool | None = False) -> Any:
-        """As ``KVLayer.mark``."""
-        kind, fields, slabs = super().mark(keep)
-        return kind, fields | {"fed": self.fed.map(lambda t: t)}, slabs  # it counts in place
 
     def reset(self) -> None:
         """Forget everything, the padding too."""
@@ -182,7 +177,7 @@ class PaddedLayer(KVLayer):
             real = torch.ones(self.batch_size, new, dtype=torch.bool)
         before, after = self.own, self.own + real.sum(-1)
         number = before[:, None] + real.cumsum(-1) - 1  # [B, q]; of a pad, that of the token before it
-        self.fed.add(None if bool(real.all()) else real, new)
+        self.fed = self.fed.and_then(None if bool(real.all()) else real, new)
         # Every row's tokens from the left; what follows them in shorter rows is never attended to.
         front = (~real).to(torch.int8).argsort(dim=-1, stable=True)[:, : max(int(real.sum(-1).max()), 1)]
         fresh = _take(self.tail.encode(keys, values), front)
@@ -327,7 +322,7 @@ class PaddedLayer(KVLayer):
         if not self.storage.has_tail:
             self.sealed.truncate(int((left - self.apart).clamp_min(0).max()))
         self.own, self.seen, self.solid = left, self.seen + tokens_to_remove, self.solid + tokens_to_remove
-        self.fed.cut(self.seen)
+        self.fed = self.fed.until(self.seen)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what ``crop`` would raise, and change nothing."""
@@ -389,8 +384,7 @@ class PaddedLayer(KVLayer):
     def restore(self, own: torch.Tensor, solid: int, real: torch.Tensor) -> None:
         """What ``export`` gave, but the runs."""
         self.begin()
-        self.own, self.solid, self.fed = own.cpu(), solid, Fed(0, self.seen)
-        self.fed.real = real.cpu()
+        self.own, self.solid, self.fed = own.cpu(), solid, Fed(self.seen, real.cpu())
 
 
 def _numbers(start: torch.Tensor, count: torch.Tensor, slots: int) -> torch.Tensor:

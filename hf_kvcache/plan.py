@@ -107,35 +107,36 @@ def look(mask: torch.Tensor, total: int) -> Mask:
     return facts
 
 
-class Fed:
-    """Which of the tokens that a layer was fed were no pads, row by row.
+class Fed(NamedTuple):
+    """Which of the ``tokens`` that a layer was fed were no pads, row by row; shared by forks, never changed in place.
 
     ``real`` [B, k] bool speaks of the first k; after the last pad there are only real ones, which need no room.
     """
 
-    def __init__(self, batch: int, tokens: int = 0, device: torch.device | str = "cpu") -> None:
-        self.tokens, self.real = tokens, torch.ones(batch, 0, dtype=torch.bool, device=device)
+    tokens: int
+    real: torch.Tensor
 
-    def add(self, real: torch.Tensor | None, tokens: int) -> None:
+    @staticmethod
+    def of(batch: int, tokens: int = 0, device: torch.device | str = "cpu") -> Fed:
+        """No pads so far."""
+        return Fed(tokens, torch.ones(batch, 0, dtype=torch.bool, device=device))
+
+    def and_then(self, real: torch.Tensor | None, tokens: int) -> Fed:
         """So many more, of which ``real`` [B, tokens] are no pads (``None``: all)."""
-        if real is not None:
-            self.real = torch.cat([self.whole(), real], 1)
-        self.tokens += tokens
+        return Fed(self.tokens + tokens, self.real if real is None else torch.cat([self.whole(), real], 1))
 
     def whole(self) -> torch.Tensor:
         """[B, tokens] bool."""
         rest = self.real.new_ones(self.real.shape[0], self.tokens - self.real.shape[1])
         return torch.cat([self.real, rest], 1)
 
-    def cut(self, tokens: int) -> None:
-        """Forget all but the first ``tokens``."""
-        self.tokens, self.real = tokens, self.real[:, :tokens]
+    def until(self, tokens: int) -> Fed:
+        """All but the first ``tokens`` forgotten."""
+        return Fed(tokens, self.real[:, :tokens])
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Fed:
-        """Another one, after ``fn`` of the rows."""
-        other = Fed(0, self.tokens)
-        other.real = fn(self.real)
-        return other
+        """After ``fn`` of the rows."""
+        return Fed(self.tokens, fn(self.real))
 
     def columns(self) -> torch.Tensor:
         """The column of every row's own tokens, [B, most of any row] int64; NOWHERE beyond a row's last one."""

@@ -301,3 +301,23 @@ def test_pads_beside_scores_by_position(spec, attention):
                 out.append(this.model(decoder_input_ids=ids[:, a:b], **asked).logits)
             found.append(torch.cat(out, 1)[mask.bool()])
     torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("spec", ["int8(residual=5)", "sink(2,9)", "int4(group=4,residual=4)", "knorm(budget=40)"])
+@torch.no_grad()
+def test_a_fork_does_not_hear_of_the_pads_of_its_original(spec):
+    model, ids = llama("kvcache"), prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :21] = 0
+    cache = KVCache.from_spec(model.config, spec)
+    model(ids, past_key_values=cache, attention_mask=mask)
+    later = torch.ones(2, 6, dtype=torch.long)
+    later[0, :2] = 0
+
+    def go_on(cache):
+        whole = torch.cat([mask, later], 1)
+        return model(ids[:, :6], past_key_values=cache, attention_mask=whole).logits[:, 2:]
+
+    fork, expected = cache.fork(), go_on(copy.deepcopy(cache))
+    model(ids[:, :1], past_key_values=cache, attention_mask=torch.cat([mask, later[:, :1]], 1))
+    torch.testing.assert_close(go_on(fork), expected, atol=0, rtol=0)

@@ -106,10 +106,8 @@ def test_what_a_mask_says():
 
 
 def test_columns_after_pads_before_between_and_behind():
-    fed = Fed(2, 2)
-    fed.add(torch.tensor([[False, True, True], [True, True, False]]), 3)
-    fed.add(None, 2)
+    fed = Fed.of(2, 2).and_then(torch.tensor([[False, True, True], [True, True, False]]), 3).and_then(None, 2)
     assert fed.columns().tolist() == [[0, 1, 3, 4, 5, 6], [0, 1, 2, 3, 5, 6]]
     assert fed.real.shape[1] == 5  # tokens after the last pad need no room
-    fed.cut(4)
+    fed = fed.until(4)
     assert fed.columns().tolist() == [[0, 1, 3, NOWHERE], [0, 1, 2, 3]]
