@@ -98,8 +98,8 @@ MUTATIONS = [
     fault(
         "expected attention scales as most models do",
         "policies",
-        "* pool.scaling",
-        "/ math.sqrt(keys.shape[-1])",
+        ".transpose(-1, -2)) * pool.scaling",
+        ".transpose(-1, -2)) * keys.shape[-1] ** -0.5",
         "test_eviction.py::test_expected_attention_scales_scores_as_the_model_does",
     ),
     fault(
@@ -290,8 +290,8 @@ MUTATIONS = [
     fault(
         "budget enforced in prefill only",
         "eviction",
-        " rows is None and slots.used < limit:",
-        " rows is None:",
+        "        if slots.used < limit:\n            return slots.append(",
+        "        if True:\n            return slots.append(",
         "test_eviction.py::test_budget_holds_at_every_step",
     ),
     fault(
@@ -404,8 +404,8 @@ MUTATIONS = [
     fault(
         "segments look ahead",
         "plan",
-        "start = torch.maximum(visible.since[0], visible.number[0])",
-        "start = visible.since[0]",
+        "FOREVER, np.maximum(since, number))",
+        "FOREVER, since)",
         "test_plan.py::test_segments_are_the_rules_and_cover_each_pair_once",
     ),
     fault(
@@ -440,8 +440,8 @@ MUTATIONS = [
     fault(
         "queries that see nothing not cleared",
         "flash",
-        "    if dead is not None:\n",
-        "    if False:\n",
+        "    if dead is not None:\n        lse, out",
+        "    if False:\n        lse, out",
         "test_flash.py::test_segments_equal_the_definition",
     ),
     fault(
@@ -454,8 +454,22 @@ MUTATIONS = [
     fault(
         "a softcap left out of segments",
         "flash",
-        "kernel = compat.flash_with_lse(query.device) if softcap is None else None",
-        "kernel = compat.flash_with_lse(query.device)",
+        "k, v))\n    kernel = compat.flash_with_lse(query.device) if softcap is None else None",
+        "k, v))\n    kernel = compat.flash_with_lse(query.device)",
+        "test_flash.py::test_segments_equal_the_definition",
+    ),
+    fault(
+        "segments that look alike lie side by side",
+        "plan",
+        "step = last.step or far",
+        "step = last.step or segment.stop - segment.start",
+        "test_plan.py::test_segments_are_the_rules_and_cover_each_pair_once",
+    ),
+    fault(
+        "windows of keys do not move with those of queries",
+        "flash",
+        "there = Window(first, last - first, piece.shift, piece.times)",
+        "there = Window(first, last - first, 0, piece.times)",
         "test_flash.py::test_segments_equal_the_definition",
     ),
     # -- far tiers
