@@ -222,6 +222,8 @@ class Visible(NamedTuple):
         own = start + depth.expand(len(late), -1).gather(1, late.clamp(0, queries - 1))
         until = self.until.expand(len(late), -1)
         until = torch.where((late >= 0) & (own >= sinks), torch.minimum(until, own + window), until)
+        stays = (late >= 0) & (own < sinks) & (until == self.number + window)  # a sink by its own place
+        until = until.masked_fill(stays, FOREVER)
         return self._replace(query=start + depth, until=until)
 
     def rows_of(self, start: int, stop: int) -> torch.Tensor:

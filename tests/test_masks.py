@@ -277,6 +277,31 @@ def test_a_window_reaches_back_from_a_draft_s_own_place(attention, spec, nodes):
     torch.testing.assert_close(out, torch.stack(alone, 1), atol=5e-3 if "int8" in spec else 2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("spec, fed", [("sink(1,1)", 0), ("sink(2,3)", 1), ("sink(3,2)", 1), ("int8+sink(1,1)", 0)])
+@torch.no_grad()
+def test_a_draft_is_a_sink_by_its_own_place(attention, spec, fed):
+    """Two roots, and a branch of six below the second."""
+    model, ids, drafts = llama(attention), prompt(fed, 2), prompt(7, 2, seed=5)
+    if not compat_gives_positions(model) and attention != "kvcache":
+        pytest.skip("there, only attention hears of positions")
+    mask = torch.ones(7, fed + 7, dtype=torch.bool).tril(fed)
+    mask[1:, fed] = False
+
+    def cache() -> KVCache:
+        new = KVCache.from_spec(model.config, spec)
+        if fed:
+            model(ids, past_key_values=new)
+        return new
+
+    expected = model(drafts[:, 1:], past_key_values=cache()).logits
+    places = (fed + torch.tensor([[0, *range(6)]])).expand(2, -1)
+    asked = dict(attention_mask=shaped(mask, attention), position_ids=places)
+    out = model(drafts, past_key_values=cache(), **asked).logits[:, 1:]
+    # The branch alone holds its sink plain; logits that miss it are off by more than 10.
+    torch.testing.assert_close(out, expected, atol=0.5 if "int8" in spec else 2e-4, rtol=0)
+
+
 def compat_gives_positions(model) -> bool:
     """Whether this transformers hands position ids to ``update``."""
     found, cache = [], KVCache(model.config)
