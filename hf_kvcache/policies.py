@@ -145,11 +145,16 @@ def _hash(position: torch.Tensor, layer: torch.Tensor | int, heads: int, seed: i
     return (x & 0xFFFFFF).float() / (1 << 24)
 
 
+def lengths(x: torch.Tensor) -> torch.Tensor:
+    """The L2 norm of [..., D] in float32, without a copy of ``x`` in it."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).float()
+
+
 class KNorm(Once):
     """Keys with a small L2 norm attract attention: score = -|k| (Devoto et al., arXiv:2406.11430)."""
 
     def new(self, pool: Pool) -> torch.Tensor:
-        return -torch.linalg.vector_norm(pool.keys, dim=-1, dtype=torch.float32)
+        return -lengths(pool.keys)
 
 
 class KeyDiff(Once):
@@ -169,8 +174,7 @@ class KeyDiff(Once):
         return -(unit @ F.normalize(total, dim=-1)[..., None])[..., 0]
 
     def step(self, pool: Pool) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(pool.keys, dim=-1, keepdim=True, dtype=torch.float32)
-        unit = pool.keys / norm.clamp_min(TINY)
+        unit = pool.keys.float() / lengths(pool.keys)[..., None].clamp_min(TINY)
         total = unit + pool.memory["anchor"][:, :, None]  # [B, H, 1, D]
         pool.memory["anchor"] = total[:, :, 0]
         return (unit * total).sum(-1) / torch.linalg.vector_norm(total, dim=-1).clamp_min(TINY).neg()
@@ -305,7 +309,7 @@ class Expected(Once):
         level = torch.where(new[:, None, None, None] > 0, now, level)
         pool.memory["level"], pool.memory["seen"] = level, before + new
         attention = [((z - level[..., None]).clamp_max(MOST).exp() * weight).sum(3).mean(2) for z in each()]
-        norm = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
+        norm = lengths(pool.values)
         score = ((torch.cat(attention, -1) + self.epsilon) * norm).masked_fill(pool.position < 0, 0.0)
         return smoothed(score, pool.position, self.kernel)
 
@@ -330,7 +334,7 @@ class Expected(Once):
         memory["query"], memory["level"] = query, level
         memory["number"], memory["seen"] = memory["number"] + 1, memory["seen"] + 1
         attention = (z - level).clamp_max_(MOST).exp_().mean((2, 3))
-        norm = torch.linalg.vector_norm(pool.values, dim=-1, dtype=torch.float32)
+        norm = lengths(pool.values)
         return (attention[..., None] + self.epsilon) * norm
 
     def _logits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import sys
@@ -833,3 +834,17 @@ def test_any_number_up_to_the_exact_one_can_be_taken_back(policy: str, pads: int
     if not exact:
         with pytest.raises(ValueError, match="padded rows" if pads else "scores of policy"):
             cache.rollback(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@torch.no_grad()
+def test_float64_states(policy: str) -> None:
+    """Prompt, chunk and steps into full slots; what is kept is what float32 keeps."""
+    kept = []
+    for dtype in (torch.float64, torch.float32):
+        model = copy.deepcopy(llama("kvcache")).to(dtype)
+        cache = KVCache.from_spec(model.config, spec(policy))
+        feed(model, prompt(40, 2), cache)
+        feed(model, prompt(6, 2, seed=4), cache, 1)
+        kept.append(cache.layers[0].positions)
+    assert torch.equal(*kept)

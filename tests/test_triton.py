@@ -237,7 +237,8 @@ def test_heads_of_different_lengths(name):
         attend_torch(query, [run, tail], 0.125, seen, mass=share)
         torch.testing.assert_close(mass, share, atol=1e-5, rtol=1e-4)
         assert not mass[..., : run.tokens][~inside].any()
-        assert torch.equal(triton_decode.attend_triton(query, [run, tail], 0.125, seen), got)
+        by_head = triton_decode.attend_triton(query, [run, tail], 0.125, seen)  # in smaller blocks
+        torch.testing.assert_close(by_head, got, atol=1e-6, rtol=1e-6)
 
 
 def test_rotated_keys():
