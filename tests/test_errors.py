@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from models import build, feed, llama, llama_config, prompt, states
+from test_masks import compat_gives_positions
 from transformers import (
     BloomConfig,
     DynamicCache,
@@ -1353,6 +1354,8 @@ def test_what_is_left_out_exists():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.words}"[:60])
 def test_the_error_is_raised_and_its_way_out_works(case, recwarn):
+    if case.function == "KVCache._update" and case.words == "already holds" and not compat_gives_positions(llama()):
+        pytest.skip("this transformers hands no positions to its caches: the mask tells (View.look)")
     with pytest.raises(ValueError) as caught:
         case.wrong()
     message = str(caught.value)

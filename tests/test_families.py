@@ -47,9 +47,12 @@ def test_every_family_and_every_cache_has_its_cell():
 
 @pytest.mark.parametrize("family, name, attention", sample(), ids=lambda part: part)
 def test_the_page_says_what_the_checks_find(family, name, attention):
+    this_version = f"With transformers {transformers.__version__}." in PAGE_TEXT
+    if family == "mpt" and not this_version:
+        pytest.skip("MPT of 5.17 hides the tokens of a later chunk from each other, with any cache; ours refuses that")
     verdict, (kind, message) = families.check(family, name, attention), PAGE[family, name, attention]
     assert verdict.kind == kind
-    if f"With transformers {transformers.__version__}." in PAGE_TEXT:
+    if this_version:
         assert verdict.message == message
 
 

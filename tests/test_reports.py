@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, GPT2Config
 
 import hf_kvcache
 from eval import contenders, models, proofs, quality, scoring, speed
-from hf_kvcache import EvictionCache, KVCache, PrefixStore, SinkWindowCache, generate_with_prefix
+from hf_kvcache import EvictionCache, KVCache, PrefixStore, SinkWindowCache, cpu_decode, generate_with_prefix
 from hf_kvcache.likelihood import Request, score
 from hf_kvcache.prefix import content_hash
 
@@ -428,9 +428,10 @@ class Count(TorchDispatchMode):
 @pytest.fixture
 def torch_alone():
     """Without the compiled kernel, whose loops are not seen here."""
+    before = cpu_decode.wanted
     hf_kvcache.register(compiled=False)
     yield
-    hf_kvcache.register()
+    hf_kvcache.register(compiled=before)
 
 
 def step_of(spec, length, batch=1, heads=2, steps=3):
