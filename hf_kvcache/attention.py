@@ -31,7 +31,7 @@ from . import compat
 from .codecs import Codec, fit
 from .families import ADD_MASKS
 from .flash import attend_masked, attend_segments
-from .masked import FED_TWICE, MaskedStates, View, check_width, refusals, undo_of, undoes
+from .masked import FED_TWICE, MaskedStates, View, check_width, needs_grad, refusals, undo_of, undoes
 from .plan import Mask, Visible, causal, look, segments
 from .store import map_state, narrow, repeat_rows
 
@@ -638,7 +638,7 @@ def _attend_history(
     if visible is None:
         return attend(query, parts, scaling, None, softcap, s_aux)
     written: Rows = partial(visible.rows, None if facts is None else facts.mask)
-    if turned is not None or _needs_grad(query, parts):
+    if turned is not None or needs_grad(query, parts[0].keys[0], parts[0].values[0]):
         return attend_torch(query, parts, scaling, written, softcap, s_aux, turned=turned)
     if queries <= SMALL:
         seen = _seen_by_few(visible) if facts is None else written(0, queries)
@@ -668,11 +668,6 @@ def _says_pads_alone(facts: Mask, history: History) -> bool:
     columns = min(facts.real.shape[-1], history.real.shape[-1])
     mine, theirs = history.real[:, -columns:], facts.real[:, :columns].to(history.real.device)
     return torch.equal(mine, theirs.expand_as(mine))
-
-
-def _needs_grad(query: torch.Tensor, parts: list[Part]) -> bool:
-    """Flash kernels have no gradient of the log-sum-exp that merging needs."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in (query, parts[0].keys[0], parts[0].values[0]))
 
 
 _few: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -106,9 +106,7 @@ class KVCache(compat.Cache):
         self._made: int | None = None  # ``identity.mark`` of the model when the first token came
         self._with_grad: dict[int, int] = {}  # by layer, the first token that came with a gradient
         self._progress.begin(0)
-        self._undo: Undo | None = (
-            None  # of the forward at work, until it has come to the last of the ``_guarded`` layers
-        )
+        self._undo: Undo | None = None  # of the forward at work, until it has come to layer ``_guarded``
 
     def _needs(self) -> set[str]:
         """What this cache asks of a model, of ``families.NEEDS``: nothing where slots are all tokens, in order."""

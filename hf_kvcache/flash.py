@@ -113,10 +113,7 @@ class Piece(NamedTuple):
     size: int
     step: int = 0
     times: int = 1
-    keys: Any = (
-        0,
-        0,
-    )  # (first, last + 1) of the first window of keys, from the block's first; or all of them, [n] int64
+    keys: Any = (0, 0)  # (first, last + 1) of the first window, counted from the block's; or all keys, [n] int64
     shift: int = 0
     mask: torch.Tensor | None = None  # the segment's, of which these keys have columns ``x:y``, or [n] int64
     columns: Any = (0, 0)
@@ -159,10 +156,7 @@ def _attend_piece(
         k, v = (t[:, :, None, piece.keys.to(t.device)] for t in (keys, values))
     bias, dead = (None, None) if piece.mask is None else _as_bias(piece, groups, query)
     q, k, v = (t.flatten(0, 1) for t in (_widened(query, keys.shape[-1]), k, v))
-    kernel = compat.flash_with_lse(query.device) if softcap is None else None
-    out, lse = kernel(q, k, v, scaling, bias) if kernel else partial_reference(q, k, v, scaling, bias, softcap)
-    if dead is not None:
-        lse, out = lse.masked_fill(dead, float("-inf")), out.masked_fill(dead[..., None], 0.0)
+    out, lse = _cleared(*_run(q, k, v, scaling, bias, softcap), dead)
     return out.unflatten(0, query.shape[:2]), lse.unflatten(0, query.shape[:2])
 
 
@@ -253,10 +247,8 @@ def partial(
     batch, query_heads, rows, width = query.shape
     heads, value_width = keys.shape[1], values.shape[-1]
     if width != value_width:  # kernels want one width
-        wide = max(width, value_width)
-        query, keys, values = (torch.nn.functional.pad(t, (0, wide - t.shape[-1])) for t in (query, keys, values))
+        query, keys, values = (_widened(t, max(width, value_width)) for t in (query, keys, values))
     groups = query_heads // heads
-    kernel = compat.flash_with_lse(query.device) if softcap is None else None
     q = query.reshape(batch * heads, groups, rows, query.shape[-1])
     k, v = (t.reshape(batch * heads, 1, *t.shape[2:]) for t in (keys, values))
     if bias is None:
@@ -264,13 +256,24 @@ def partial(
     else:
         k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
         bias = _per_kv_head(bias, batch, heads, groups)
-    out, lse = kernel(q, k, v, scaling, bias) if kernel else partial_reference(q, k, v, scaling, bias, softcap)
+    out, lse = _run(q, k, v, scaling, bias, softcap)
     out = out.reshape(batch, query_heads, rows, -1)[..., :value_width]
-    lse = lse.reshape(batch, query_heads, rows)
-    if dead is not None:
-        lse = lse.masked_fill(dead, float("-inf"))
-        out = out.masked_fill(dead[..., None], 0.0)
-    return out, lse
+    return _cleared(out, lse.reshape(batch, query_heads, rows), dead)
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, bias: torch.Tensor | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The device's kernel, or its reference where there is none."""
+    kernel = compat.flash_with_lse(q.device) if softcap is None else None
+    return kernel(q, k, v, scaling, bias) if kernel else partial_reference(q, k, v, scaling, bias, softcap)
+
+
+def _cleared(out: torch.Tensor, lse: torch.Tensor, dead: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf for queries that saw nothing."""
+    if dead is None:
+        return out, lse
+    return out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, float("-inf"))
 
 
 def partial_reference(

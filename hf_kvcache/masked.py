@@ -247,7 +247,7 @@ class MaskedStates(torch.Tensor):
         queries = attn_mask.shape[-2] if attn_mask is not None else query.shape[-2] if is_causal else 1
         view, key, value = self.carried.of_last(queries), _plain(key), _plain(value)
         fits = attn_mask is None or attn_mask.shape[-1] == view.visible.number.shape[-1]
-        if view.needed and dropout_p == 0 and queries > LEAF and not _needs_grad(query, key, value):
+        if view.needed and dropout_p == 0 and queries > LEAF and not needs_grad(query, key, value):
             facts = None if attn_mask is None else view.look(attn_mask)
             says = facts is not None and not (facts.pads and bool(facts.real[:, : view.visible.total].all()))
             if view.visible.number.shape[0] == 1 and not says:
@@ -299,7 +299,8 @@ class MaskedStates(torch.Tensor):
         return columns and other.shape[-2] == visible.queries
 
 
-def _needs_grad(*states: torch.Tensor) -> bool:
+def needs_grad(*states: torch.Tensor) -> bool:
+    """Flash kernels have no gradient of the log-sum-exp that merging needs."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in states)
 
 

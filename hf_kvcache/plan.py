@@ -258,21 +258,6 @@ class Segment(NamedTuple):
     step: int = 0
     shifts: tuple[int, ...] = ()
 
-    def each(self) -> list[Segment]:
-        """The same, block by block."""
-        return [
-            Segment(
-                self.start + i * self.step,
-                self.stop + i * self.step,
-                tuple(
-                    (x + i * d, y + i * d)
-                    for (x, y), d in zip(self.runs, self.shifts or (0,) * len(self.runs), strict=True)
-                ),
-                self.mask,
-            )
-            for i in range(self.times)
-        ]
-
 
 @lru_cache(maxsize=4)
 def causal(queries: int, slots: int) -> Visible:

@@ -440,8 +440,8 @@ MUTATIONS = [
     fault(
         "queries that see nothing not cleared",
         "flash",
-        "    if dead is not None:\n        lse, out",
-        "    if False:\n        lse, out",
+        "    if dead is None:\n        return out, lse",
+        "    if True:\n        return out, lse",
         "test_flash.py::test_segments_equal_the_definition",
     ),
     fault(
@@ -454,8 +454,8 @@ MUTATIONS = [
     fault(
         "a softcap left out of segments",
         "flash",
-        "k, v))\n    kernel = compat.flash_with_lse(query.device) if softcap is None else None",
-        "k, v))\n    kernel = compat.flash_with_lse(query.device)",
+        "kernel = compat.flash_with_lse(q.device) if softcap is None else None",
+        "kernel = compat.flash_with_lse(q.device)",
         "test_flash.py::test_segments_equal_the_definition",
     ),
     fault(

@@ -24,10 +24,12 @@ def random_rules(seed: int, queries: int, slots: int, rows: int = 1) -> Visible:
 def written_out(plan, queries: int, slots: int) -> torch.Tensor:
     """How often each query sees each slot, [q, n]."""
     seen = torch.zeros(queries, slots, dtype=torch.int64)
-    for start, stop, runs, mask, *_ in (block for segment in plan for block in segment.each()):
-        keys = torch.cat([torch.arange(a, b) for a, b in runs])
-        some = torch.ones(stop - start, len(keys), dtype=torch.bool) if mask is None else mask
-        seen[start:stop, keys] += some.long()
+    for start, stop, runs, mask, times, step, shifts in plan:
+        for i in range(times):
+            moved = zip(runs, shifts or (0,) * len(runs), strict=True)
+            keys = torch.cat([torch.arange(a, b) + i * shift for (a, b), shift in moved])
+            some = torch.ones(stop - start, len(keys), dtype=torch.bool) if mask is None else mask
+            seen[start + i * step : stop + i * step, keys] += some.long()
     return seen
 
 

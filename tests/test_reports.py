@@ -12,7 +12,6 @@ from families import DECODERS, case
 from models import ReferenceCache, build, feed, greedy, llama, llama_config, prompt, states
 from test_caches import padded
 from test_every_class import BY_KEYS, BY_MASS, FAR, KNORM, LOW, MIXED, MOVED, attention_of, cache_for
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, GPT2Config
 
 import hf_kvcache
@@ -415,16 +414,6 @@ def test_b90_a_prefix_with_a_picture_is_known_by_its_pixels():
 # -- cost of a step ----------------------------------------------------------------------------------------------------
 
 
-class Count(TorchDispatchMode):
-    """How many operations run."""
-
-    ops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def torch_alone():
     """Without the compiled kernel, whose loops are not seen here."""
@@ -443,9 +432,9 @@ def step_of(spec, length, batch=1, heads=2, steps=3):
     feed(model, prompt(steps, batch), cache, 1)
     counts = []
     for _ in range(3):
-        with Count() as count:
+        with speed.Operators() as counted:
             feed(model, prompt(1, batch), cache)
-        counts.append(count.ops)
+        counts.append(counted.count)
     return min(counts), cache
 
 
