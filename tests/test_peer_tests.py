@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -143,6 +144,8 @@ def test_known_differences_must_be_the_ones_that_are():
     assert len(new) == 1 and "t5" in new[0]
     assert len(gone) == 1 and "bart full sdpa" in gone[0]
     assert peer.judge({cell: ["f::Bart::test_b"]}, {cell: {}}, [entry]) == ([], [])  # it was not run
+    at_times = dataclasses.replace(entry, always=False)
+    assert peer.judge(ran, at, [at_times]) == ([], []) == peer.judge(ran, {cell: {}, other: {}}, [at_times])
 
 
 def test_the_known_differences_can_be_read():
