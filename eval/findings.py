@@ -26,6 +26,7 @@ LEVEL, KEPT_KL, KEPT_PERPLEXITY = 0.05, 0.01, 0.01
 FREE = {
     "quality": ("attn",),
     "speed": ("attn", "context"),
+    "prefill": ("attn", "scene", "rounds"),
     "retrieval": ("attn", "length", "depth", "items"),
     "streaming": ("attn", "context"),
 }
@@ -71,6 +72,7 @@ class Row(NamedTuple):
     perplexity_change: float | None
     answers: list[Answer]
     speed: float | None  # step time of the stock cache over this one's, at the longest context
+    first: float | None  # time to the first token of the stock cache over this one's, of the longest prompt
     retrieval: float | None
     complete: bool  # whether it was measured in every way that others were
 
@@ -103,11 +105,13 @@ class Findings(NamedTuple):
     others: list[str]  # models that are not shown
     quality: list[Record]
     speed: list[Record]
+    prefill: list[Record]
     retrieval: list[Record]
     streaming: list[Record]
     answers: list[Answer]
     rows: list[Row]  # ranked
     context: int | None  # of the speed in `rows`
+    prompt: int | None  # tokens of the prompts in `rows`
     used: list[Record]
     left_out: int  # records of this model with other settings
 
@@ -128,12 +132,29 @@ def find(records: Iterable[Record], model: str | None = None) -> Findings:
     ]
     answers = compare(asked)
     context = max((record["settings"]["context"] for record in chosen["speed"]), default=None)
+    prompt = max((tokens for record in chosen["prefill"] if (tokens := prompt_of(record))), default=None)
     used = [record for group in chosen.values() for record in group] + asked
-    rows = rank(chosen["quality"], chosen["speed"], chosen["retrieval"], answers, context)
+    first = {r["spec"]: 1 / r["metrics"]["ratio"] for r in chosen["prefill"] if prompt and prompt_of(r) == prompt}
+    rows = rank(chosen["quality"], chosen["speed"], chosen["retrieval"], answers, context, first)
     others = [name for name in counts if name != model]
+    left_out = len(mine) - len(used)
     return Findings(
-        model, others, **chosen, answers=answers, rows=rows, context=context, used=used, left_out=len(mine) - len(used)
+        model,
+        others,
+        **chosen,
+        answers=answers,
+        rows=rows,
+        context=context,
+        prompt=prompt,
+        used=used,
+        left_out=left_out,
     )
+
+
+def prompt_of(record: Record) -> int | None:
+    """Tokens of a prompt that was fed in one forward; None for other scenes of ``eval.prefill``."""
+    scene, _, tokens = record["settings"]["scene"].partition(" ")
+    return int(tokens) if scene == "once" else None
 
 
 def comparable(records: list[Record], task: str) -> list[Record]:
@@ -169,6 +190,7 @@ def rank(
     retrieval: list[Record],
     answers: list[Answer],
     context: int | None,
+    first: dict[str, float],
 ) -> list[Row]:
     """Caches without a shown loss first, by bytes, the completely measured before others; then those with a loss."""
     q = {record["spec"]: record["metrics"] for record in quality}
@@ -176,7 +198,7 @@ def rank(
     found: dict[str, list[float]] = defaultdict(list)
     for record in retrieval:
         found[record["spec"]].append(record["metrics"]["accuracy"])
-    specs = dict.fromkeys([*q, *(answer.spec for answer in answers), *found, *s])
+    specs = dict.fromkeys([*q, *(answer.spec for answer in answers), *found, *s, *first])
     rows = []
     for spec in specs:
         if spec == ZEROED:
@@ -186,7 +208,9 @@ def rank(
         change = q[spec]["perplexity"] / q[spec]["baseline_perplexity"] - 1 if spec in q else None
         kl = q[spec]["kl_mean"] if spec in q else None
         complete = (spec in q or not q) and {a.task for a in own} == {a.task for a in answers}
-        rows.append(Row(spec, ratio, kl, change, own, s.get(spec), _mean(found.get(spec, [])), complete))
+        rows.append(
+            Row(spec, ratio, kl, change, own, s.get(spec), first.get(spec), _mean(found.get(spec, [])), complete)
+        )
     return sorted(rows, key=_order)
 
 
@@ -235,11 +259,16 @@ def evidence(row: Row, found: Findings) -> str:
     told.append(_answers(row.answers) if row.answers else "It was not asked to answer anything.")
     if row.retrieval is not None:
         told.append(f"It found {100 * row.retrieval:.0f} % of the hidden keys.")
+    if row.first is not None and found.prompt is not None:
+        told.append(f"The first token of a prompt of {found.prompt:,} comes {_pace(row.first)}.")
     if row.speed is not None and found.context is not None:
-        word = "slower than" if row.speed < 0.98 else "faster than" if row.speed > 1.02 else "as fast as"
-        place = f"At {found.context:,} tokens of context its decode step"
-        told.append(f"{place} is {word} the stock cache's ({row.speed:.2f}x).")
+        told.append(f"At {found.context:,} tokens of context its decode step is {_pace(row.speed)}.")
     return " ".join(told)
+
+
+def _pace(ratio: float) -> str:
+    word = "slower than" if ratio < 0.98 else "faster than" if ratio > 1.02 else "as fast as"
+    return f"{word} the stock cache's ({ratio:.2f}x)"
 
 
 def _answers(answers: list[Answer]) -> str:

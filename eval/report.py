@@ -118,6 +118,7 @@ def ranked(found: Findings) -> Table:
     """The caches, best first, over all tasks."""
     tasks = list(dict.fromkeys(answer.task for answer in found.answers))
     head = ["cache", "bytes", "verdict", "mean KL", "perplexity"] + [f"{task}, points" for task in tasks]
+    head += [f"first token of {found.prompt:,}"] if found.prompt else []
     head += [f"speed at {found.context:,}"] if found.context else []
     head += ["retrieval"] if found.retrieval else []
     return head, [_ranked(row, tasks, found) for row in found.rows]
@@ -130,6 +131,7 @@ def _ranked(row: Row, tasks: list[str], found: Findings) -> list[str]:
     for task in tasks:
         answer = by_task.get(task)
         cells.append("" if answer is None else f"{100 * answer.difference:+.1f} ± {100 * answer.difference_se:.1f}")
+    cells += [_number(row.first, "{:.2f}x")] if found.prompt else []
     cells += [_number(row.speed, "{:.2f}x")] if found.context else []
     return cells + ([_number(row.retrieval, "{:.2f}")] if found.retrieval else [])
 
@@ -167,7 +169,8 @@ RULE = (
     f"No loss shown: mean KL at most {findings.KEPT_KL} nats a token, perplexity up by at most "
     f"{100 * findings.KEPT_PERPLEXITY:.0f} %, and no sign test below {findings.LEVEL} after adjustment for all "
     "comparisons. Ranked by bytes; caches that lack a measurement others have follow, then those with a loss, the "
-    "smallest loss first. Speed is the stock cache's step time over this one's."
+    "smallest loss first. First token (a prompt in one forward) and speed (a decode step) are the stock cache's time "
+    "over this one's."
 )
 
 

@@ -57,7 +57,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sync(model: Any) -> None:
+def wait_for(model: Any) -> None:
+    """Until the device has done what it was given."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -70,24 +71,12 @@ def _feed(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return model(ids, **options).logits[0, -1]
 
 
-@torch.inference_mode()
-def prefill_seconds(model: Any, ids: torch.Tensor, specs: list[str], attn: str) -> dict[str, float]:
-    """Seconds to feed tokens [1, T] in chunks into each cache, the caches taking turns chunk by chunk."""
-    caches = {spec: contenders.make_cache(spec, model.config) for spec in specs}
-    spent = dict.fromkeys(specs, 0.0)
-    for chunk in ids.split(CHUNK, dim=1):
-        for spec, cache in caches.items():
-            contenders.use_attention(model, spec, attn)
-            spent[spec] += timed(model, chunk, cache)[0]
-    return spent
-
-
 def timed(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
     """Seconds to feed tokens [1, S], and the token that is predicted after them."""
-    _sync(model)
+    wait_for(model)
     start = time.perf_counter()
     predicted = int(_feed(model, ids, cache).argmax())
-    _sync(model)
+    wait_for(model)
     return time.perf_counter() - start, predicted
 
 

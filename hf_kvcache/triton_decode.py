@@ -864,7 +864,8 @@ def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 
 
     ``itemsize``: bytes of the largest number that is held. ``masked``: every row has a mask of its own, for whose
     addresses one warp has too few registers. Warps share the columns of a product; a plane of 16
-    columns is too narrow to be shared, and many rows need more registers than four warps have. Keys with steps per
+    columns is too narrow to be shared, and many rows need more registers than four warps have; so do low bits of wide
+    heads, which read few lines at a time where one side has several rows for each. Keys with steps per
     channel get a group of tokens to a block where it has 16 lines or more.
     """
     tokens = max(keys.codes, values.codes)
@@ -872,13 +873,14 @@ def tile_sizes(keys: Form, values: Form, itemsize: int, rows: int, group: int = 
     block_k = _block(keys.span)
     block_v = _block(values.span) if values.groups == 1 else max(8, triton.next_power_of_2(values.span))
     padded_rows = _block(rows)
-    warps = 8 if padded_rows > 32 else 1 if min(block_k, block_v) <= 16 else 4
+    wide = tokens > 1 and max(block_k, block_v) >= 32
+    warps = 8 if padded_rows > 32 or wide else 1 if min(block_k, block_v) <= 16 else 4
     words = tokens // keys.codes * keys.groups * block_k * keys.planes
     words += tokens // values.codes * values.groups * block_v * values.planes
     room = _floor_power(BLOCK_BYTES * min(warps, 4) // (words * itemsize))
     if masked and warps == 1:
         warps, room = 2, room // 2
-    block_n = min(128, max(16, room))
+    block_n = 16 if wide and keys.codes != values.codes else min(128, max(16, room))
     near = 0
     if keys.per_channel:
         block_n = min(block_n, max(16, _floor_power(lines)))

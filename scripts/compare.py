@@ -13,10 +13,11 @@ import argparse
 import time
 from pathlib import Path
 
-from eval import contenders, models, proofs, quality, records, speed
+from eval import contenders, models, prefill, proofs, quality, records, speed
 from eval.plots import one_setting, plot
 
-SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "stock:quanto4", *quality.SPECS]
+SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "stock:quanto4", *quality.SPECS, "int4", "snapkv(budget=256)"]
+PROMPTS = 3  # timed prompts of each cache
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,10 +46,13 @@ def measure_quality(args: argparse.Namespace, loaded: models.Loaded, text: model
 
 
 def measure_speed(args: argparse.Namespace, loaded: models.Loaded, text: models.Text, specs: list[str]) -> None:
-    """Prefill, decode and memory at each context."""
+    """A prompt of the first context in one forward; decode and memory at each context."""
     model, contexts = loaded.model, sorted(set(args.contexts))
     ids = models.token_ids(loaded, text, contexts[-1] + 1 + speed.WARMUP + args.rounds)
-    prefill = speed.prefill_seconds(model, ids[:, : contexts[0]], specs, "kvcache")
+    bench = prefill.Bench(model, ids[:, : contexts[0]], contexts[0])
+    prompt = bench.scenes(["once"], contexts[:1])
+    for record in prefill.measure(loaded, text, bench, prompt, specs, attn="kvcache", rounds=PROMPTS, seed=args.seed):
+        records.append(args.out, record)
     states = speed.states_of(model, ids[:, : contexts[-1]])
     weights = speed.weight_bytes(model)
     for context in contexts:
@@ -58,8 +62,7 @@ def measure_speed(args: argparse.Namespace, loaded: models.Loaded, text: models.
             frame = quality.frame(loaded, text, ids, spec, speed.CHUNK, "kvcache", args.seed)
             frame["task"] = "speed"
             frame["settings"] |= {"context": context, "rounds": args.rounds}
-            seconds = prefill[spec] if context == contexts[0] else None
-            records.append(args.out, {**frame, "metrics": {**measured, "prefill_seconds": seconds}})
+            records.append(args.out, {**frame, "metrics": measured})
 
 
 def table(results: list[records.Record]) -> str:
@@ -72,6 +75,16 @@ def table(results: list[records.Record]) -> str:
         lines += [f"{'cache':<24}{'perplexity':>11}{'change':>9}{'mean KL':>10}{'p99.9 KL':>10}{'top-1':>8}"]
         lines[-1] += f"{'MB':>8}{'of full':>9}{'kept':>7}"
         lines += [_quality_row(record) for record in scored]
+    fed = one_setting(results, prefill.TASK)
+    if fed:
+        scene, rounds = fed[0]["settings"]["scene"], fed[0]["settings"]["rounds"]
+        lines += [
+            "",
+            f"A prompt of {scene.removeprefix('once ')} tokens in one forward, {rounds} interleaved times",
+            "",
+        ]
+        lines += [f"{'cache':<24}{'s':>8}{'time':>8}{'min-max':>12}{'MB':>8}{'peak MB':>9}"]
+        lines += [_prompt_row(record) for record in fed if record["settings"]["scene"] == scene]
     raced = one_setting(results, "speed")
     for context in sorted({record["settings"]["context"] for record in raced}):
         mine = [record for record in raced if record["settings"]["context"] == context]
@@ -80,7 +93,7 @@ def table(results: list[records.Record]) -> str:
             f"Decoding at {context} tokens of context, {mine[0]['settings']['rounds']} interleaved steps",
         ]
         lines += ["", f"{'cache':<24}{'ms':>8}{'p10-p90':>15}{'tok/s':>7}{'speed':>8}{'same':>6}{'MB':>8}"]
-        lines[-1] += f"{'peak MB':>9}{'moved MB':>10}{'GB/s':>6}{'prefill s':>11}"
+        lines[-1] += f"{'peak MB':>9}{'moved MB':>10}{'GB/s':>6}"
         lines += [_speed_row(record) for record in mine]
     return "\n".join(lines)
 
@@ -94,20 +107,28 @@ def _quality_row(record: records.Record) -> str:
     )
 
 
+def _prompt_row(record: records.Record) -> str:
+    m = record["metrics"]
+    spread = f"{m['ratio_min']:.2f}-{m['ratio_max']:.2f}"
+    return (
+        f"{record['spec']:<24}{m['seconds']:>8.2f}{m['ratio']:>7.2f}x{spread:>12}{m['nbytes'] / 1e6:>8.1f}"
+        f"{m['peak_bytes'] / 1e6:>9.1f}"
+    )
+
+
 def _speed_row(record: records.Record) -> str:
     m = record["metrics"]
     spread = f"{m['step_ms_p10']:.1f}-{m['step_ms_p90']:.1f}"
-    prefill = "-" if m["prefill_seconds"] is None else f"{m['prefill_seconds']:.2f}"
     return (
         f"{record['spec']:<24}{m['step_ms']:>8.1f}{spread:>15}{m['tokens_per_second']:>7.1f}"
         f"{m['speed_ratio']:>7.2f}x{m['top1_agreement']:>6.2f}{m['nbytes'] / 1e6:>8.1f}"
-        f"{m['peak_bytes'] / 1e6:>9.1f}{m['bytes_moved'] / 1e6:>10.1f}{m['gb_per_second']:>6.1f}{prefill:>11}"
+        f"{m['peak_bytes'] / 1e6:>9.1f}{m['bytes_moved'] / 1e6:>10.1f}{m['gb_per_second']:>6.1f}"
     )
 
 
 LEGEND = """
 change, KL, top-1: against DynamicCache on the same tokens.  of full: stored bytes against DynamicCache's.
-speed: ratio to DynamicCache, median over rounds.  same: share of timed steps with DynamicCache's next token.
+time, speed: ratios to DynamicCache, medians over rounds.  same: share of timed steps with DynamicCache's next token.
 peak: most bytes alive while the cache was filled and read once.  moved: weights and stored bytes, which a
 step must read once; GB/s is that over the step's time."""
 

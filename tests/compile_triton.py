@@ -4,8 +4,8 @@ python tests/compile_triton.py          # one of each kind
 python tests/compile_triton.py --all    # every storage for both GPUs: minutes
 
 Prints what each needs, as the tools that ship with triton say: registers of a thread, bytes that it spills,
-shared memory of a program. Heads of up to 128 values may not spill, those of 2 and 4 bits of
-up to 64 (wider ones do: 136 to 784 bytes).
+shared memory of a program. Heads of up to 128 values may not spill; where a side has 2 bits, of up to 64 (of 128 they
+spill 72 to 208 bytes).
 """
 
 import re
@@ -55,8 +55,9 @@ def build(kernel, pointers, constants, capability, warps=4):
     built = compile(source, GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
     assert built.metadata.shared <= SHARED_MEMORY[capability], built.metadata.shared
     registers, spilled = resources(built.asm["cubin"])
-    low_bits = constants.get("CODES_K", 1) > 1 or constants.get("CODES_V", 1) > 1
-    assert not spilled or constants.get("WIDTH_K", 0) > (64 if low_bits else 128), (kernel.__name__, constants, spilled)
+    width = constants.get("WIDTH_K", 0)
+    allowed = 2**31 if width > 128 else 256 if width > 64 and constants["TOKENS"] == 4 else 0
+    assert spilled <= allowed, (kernel.__name__, constants, spilled)
     print(
         f"{kernel.__name__} sm_{capability} {registers} registers, {spilled} spilled, {built.metadata.shared} shared",
         constants,
@@ -105,7 +106,7 @@ if __name__ == "__main__":
     build_partial("fp8_e5m2", 64, 8, 80, "rows", True)
     build_partial("full", 128, 4, 90, "keys")
     build_partial("int8", 64, 4, 90, "rows", ragged=True, scores=True)
-    build_partial("int4", 64, 4, 90)
+    build_partial("int4", 128, 4, 90)
     build_partial("k8v2", 32, 4, 80, "keys", scores=True)
     if "--all" in sys.argv:  # minutes
         for storage in ("int8", "fp8_e4m3", "int4", "int2", "k4v2", "k8v4", "k4v8", "int4(group=64)"):

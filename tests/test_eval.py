@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from eval import contenders, models, plots, proofs, quality, records, scoring, speed
+from eval import contenders, models, plots, prefill, proofs, quality, records, scoring, speed
 from eval.__main__ import main
 from eval.memory import PeakBytes
 
@@ -340,6 +340,55 @@ def test_speed_metrics_match_hand_computation():
     assert got["top1_agreement"] == pytest.approx(2 / 3)
     assert got["bytes_moved"] == 10000 and got["gb_per_second"] == pytest.approx(5e-5)
     assert got["bytes_per_token"] == 10
+
+
+@pytest.mark.parametrize("spec", ["dynamic", "full", "int4", "knorm(budget=16,sinks=2,recent=2)"])
+def test_scenes_feed_what_they_say(model, ids, monkeypatch, spec):
+    sizes = dict(HISTORY=24, CHUNK=8, TURN=6, SHORT=10, ROWS=(12, 7))
+    for name, size in sizes.items():
+        monkeypatch.setattr(prefill, name, size)
+    bench = prefill.Bench(model, ids[:, :32], filled=10)
+    fed = {}  # tokens before, tokens of each forward
+
+    def count(module, args, kwargs):
+        forwards.append(args[0].shape[1])
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    for name, (fill, run) in bench.scenes(list(prefill.SCENES), [20]).items():
+        forwards: list[int] = []
+        contenders.use_attention(model, spec, "kvcache")
+        with torch.inference_mode():
+            cache = fill(spec)
+            before = cache.get_seq_length()
+            forwards.clear()
+            run(cache)
+        fed[name] = before, list(forwards)
+    handle.remove()
+    assert fed == {
+        "once 20": (0, [20]),
+        "chunks 20": (0, [8, 8, 4]),
+        "turn": (24, [6]),
+        "draft5": (24, [5]),
+        "draft16": (24, [16]),
+        "padded": (0, [12]),
+        "step": (11, [1]),
+    }
+
+
+def test_prefill_records_are_against_the_stock_cache(model, ids):
+    loaded, text = models.Loaded(model, None, "tiny"), models.Text("x", "xs")
+    bench = prefill.Bench(model, ids[:, :32], filled=10)
+    specs = ["dynamic", "int8"]
+    stock, ours = prefill.measure(
+        loaded, text, bench, bench.scenes(["once"], [20]), specs, attn="kvcache", rounds=3, seed=0
+    )
+    assert stock["metrics"]["ratio"] == stock["metrics"]["ratio_max"] == 1 and ours["spec"] == "int8"
+    assert ours["settings"]["scene"] == "once 20" and ours["metrics"]["nbytes"] < stock["metrics"]["nbytes"]
+    assert stock["metrics"]["nbytes"] == 20 * 2 * 2 * 2 * 8 * 4 <= stock["metrics"]["peak_bytes"]
+    times = dict(seconds=[1.0, 2.0, 9.0], cpu_seconds=[1.0, 1.0, 1.0], nbytes=1, peak_bytes=2)
+    base = {**times, "seconds": [2.0, 2.0, 3.0], "cpu_seconds": [4.0, 2.0, 1.0]}
+    got = prefill.metrics(times, base)
+    assert (got["ratio"], got["ratio_min"], got["ratio_max"], got["cpu_ratio"]) == (1.0, 0.5, 3.0, 0.5)
 
 
 def test_tied_and_untied_weights_are_counted_as_read(model):

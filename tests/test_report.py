@@ -35,6 +35,10 @@ def speed(spec, context, ms, ratio):
     )
 
 
+def prompt(spec, scene, ratio, **settings):
+    return record("prefill", spec, {"ratio": ratio}, scene=scene, attn="kvcache", **settings)
+
+
 def answer(task, spec, right, ratio=1.0, **settings):
     return record(task, spec, {"right": right, "bytes_ratio": ratio}, items=N, **settings)
 
@@ -58,6 +62,10 @@ def records_of_all_kinds():
         speed("dynamic", 1000, 10, 1.0),
         speed("dynamic", 8000, 20, 1.0),
         speed("int8", 8000, 16, 1.25),
+        prompt("dynamic", "once 2048", 1.0),
+        prompt("int8", "once 2048", 1.6),
+        prompt("int8", "once 512", 0.9),
+        prompt("int8", "draft5", 0.1),
         *[
             record("retrieval", spec, {"accuracy": value}, length=length, depth=depth, attn="kvcache", items=5)
             for spec, value in (("full", 1.0), ("int8", 0.5))
@@ -143,9 +151,15 @@ def test_the_recommendation_gives_its_evidence(known):
     assert first.startswith("Use int8. It holds 0.27 of the") and "0.0002 nats" in first and "+0.10 %" in first
     assert "no loss of right answers was shown (lowest: -2.5 +- 2.5 points on piqa, 40 items)" in first
     assert "its decode step is faster than the stock cache's (1.25x)" in first and "50 % of the hidden keys" in first
+    assert "The first token of a prompt of 2,048 comes slower than the stock cache's (0.62x)." in first
     assert second.startswith("If memory counts for more than answers, look at int2") and "fewer right answers" in second
     assert "the same answers as the stock one on all 40 items" in controls and "left with 25 % on piqa" in controls
     assert "3 comparisons were made" in limits
+
+
+def test_drafts_alone_say_nothing_of_the_first_token():
+    found = findings.find([prompt("dynamic", "draft5", 1.0), prompt("int8", "draft5", 0.1)])
+    assert found.prompt is None and all(row.first is None for row in found.rows)
 
 
 def test_nothing_is_recommended_that_loses():
@@ -199,7 +213,16 @@ def test_the_page_is_well_formed_and_ids_are_unique(made):
 def test_names_are_escaped_and_numbers_are_shown(made):
     text, twin = (made / "r.html").read_text(), (made / "r.md").read_text()
     assert "<b>&" not in text and "&lt;b&gt;&amp;" in text
-    for told in ("no difference shown", "same on every item", "-50.0", "-2.5", "2.0e-04", "1.25x"):
+    for told in (
+        "no difference shown",
+        "same on every item",
+        "-50.0",
+        "-2.5",
+        "2.0e-04",
+        "1.25x",
+        "first token of 2,048",
+        "0.62x",
+    ):
         assert told in text and told in twin
     assert "Made with torch 1." in text
 
