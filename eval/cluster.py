@@ -10,6 +10,7 @@ Every node needs this package (`pip install 'hf-kvcache[eval,sweep]'`) and the m
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
         return
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ValueError(

@@ -227,6 +227,7 @@ def ray():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_worker_niceness", "0")  # 15 starves beside other tests, until a worker is given up
         ray.init(
             address="local", num_cpus=2, num_gpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False
         )
