@@ -86,9 +86,11 @@ def states_of(model: Any, ids: torch.Tensor) -> States | None:
     cache: Any = DynamicCache(config=model.config)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return None
+    attention = model.config._attn_implementation
     contenders.use_attention(model, contenders.BASELINE, contenders.stock_attention(model))
     for chunk in ids.split(CHUNK, dim=1):
         _feed(model, chunk, cache)
+    model.set_attn_implementation(attention)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

@@ -4,7 +4,8 @@
     python scripts/gpu_check.py --sweep         # also: which constants of the kernels are best
     python scripts/gpu_check.py --dry-run       # the same code on a CPU with a tiny model, in minutes
 
-1. Kernels against the reference on fresh random inputs, and the fused append against the codec, bit for bit.
+1. Kernels against the reference on fresh random inputs, with the attention that each key got, and the fused append
+   against the codec, bit for bit.
 2. Kernel times against the bytes that must move, beside the measured bandwidth of a plain copy. Calls are captured in
    one CUDA graph over enough different inputs that none is found in the L2 cache: ``us`` is the device's time alone,
    ``call_us`` that of one call from Python, as an eager model pays it.
@@ -149,8 +150,9 @@ def check_kernels(
 
 
 def compare(query: torch.Tensor, parts: list[Any], mask: torch.Tensor | None) -> Row:
-    """The kernel's largest error, and twice that of plain torch on decoded states of the query's dtype."""
-    from hf_kvcache.attention import attend_reference
+    """The kernel's largest error, and twice that of plain torch on decoded states of the query's dtype; the largest in
+    the attention that each key got."""
+    from hf_kvcache.attention import attend_reference, attend_torch
     from hf_kvcache.triton_decode import attend_triton
 
     dtype, scaling = query.dtype, query.shape[-1] ** -0.5
@@ -159,9 +161,15 @@ def compare(query: torch.Tensor, parts: list[Any], mask: torch.Tensor | None) ->
     plain_v = torch.cat([p.value_codec.decode(p.values, dtype) for p in parts], 2)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     plain = sdpa(query, plain_k, plain_v, attn_mask=mask, enable_gqa=True)
-    error = (attend_triton(query, parts, scaling, mask).float() - exact).abs().max().item()
+    mass, wanted = (query.new_zeros(*plain_k.shape[:3], dtype=torch.float32) for _ in range(2))
+    attend_torch(query.float(), parts, scaling, mask, mass=wanted)
+    error = (attend_triton(query, parts, scaling, mask, mass=mass).float() - exact).abs().max().item()
     allowed = 2 * (plain.float() - exact).abs().max().item() + 1e-5 * exact.abs().max().item()
-    return {"error": error, "allowed": allowed, "ok": error <= allowed}  # NaN is not <= anything
+    # A score is as wrong as the numbers of a product are coarse, and attention by that share of itself.
+    scores = (query.float().norm(dim=-1).max() * plain_k.float().norm(dim=-1).max() * scaling).item()
+    mass_error, mass_allowed = (mass - wanted).abs().max().item(), torch.finfo(dtype).eps * scores * query.shape[2]
+    ok = error <= allowed and mass_error <= mass_allowed  # NaN is not <= anything
+    return {"error": error, "allowed": allowed, "mass_error": mass_error, "mass_allowed": mass_allowed, "ok": ok}
 
 
 def check_large(device: torch.device, dtype: torch.dtype) -> list[Row]:
