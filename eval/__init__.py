@@ -12,7 +12,7 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `records.py` | how do results survive a killed run? |
 | `memory.py` | how high did memory go? |
 | `speed.py` | how fast is a step, and which bytes had to move? |
-| `plots.py` | what does that look like? |
+| `prefill.py` | how long does everything before decode take? |
 | `quality.py` | the command `python -m eval quality`: what does a cache cost in predictions, and save in bytes? |
 | `retrieval.py` | `python -m eval retrieval`: does it still hold what the question at the end asks for? |
 | `streaming.py` | `python -m eval streaming`: how well is a stream predicted that is far longer than the window? |
@@ -24,5 +24,6 @@ everything here feeds tokens in steps, and every step attends to what the cache 
 | `cluster.py` | which machine measures which cell? |
 | `paired.py` | is that a difference, or noise? |
 | `findings.py` | what do the records say, and how sure is it? |
-| `charts.py`, `report.py` | what does that look like, on one page? |
+| `charts.py` | what does that look like? |
+| `report.py` | what does all of it look like, on one page? |
 """

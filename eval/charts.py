@@ -1,4 +1,4 @@
-"""The pictures of a report, each from records alone.
+"""The pictures of a report and of a command, each from records alone.
 
 Every function draws one figure. Figures are narrow enough to be read on a phone; a cache has the same colour in all of
 them.
@@ -6,11 +6,13 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from eval.contenders import BASELINE
 from eval.findings import Answer, Findings
-from eval.records import Record
+from eval.records import Record, one_setting
 
 FLOOR = 1e-8  # a KL divergence below this is rounding; a logarithm needs something
 WIDTH = 5.2  # inches
@@ -18,15 +20,7 @@ WIDTH = 5.2  # inches
 
 def draw(found: Findings) -> dict[str, Any]:
     """Figures by name, those for which there are records."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-    except ImportError as error:
-        raise ValueError("a report needs the package matplotlib; pip install matplotlib") from error
-    specs = [row.spec for row in found.rows]
-    palette = matplotlib.colormaps["tab20"]  # ten strong colours at even places, their pale twins at odd ones
-    colours = {spec: palette((2 * i) % 20 + (2 * i) // 20 % 2) for i, spec in enumerate([*specs, "fresh"])}
+    colours = _colours([*(row.spec for row in found.rows), "fresh"])
     figures = {}
     if found.quality:
         figures["frontier"] = frontier(found.quality, colours)
@@ -41,11 +35,41 @@ def draw(found: Findings) -> dict[str, Any]:
     return figures
 
 
-def _figure(height: float = 3.9, width: float = WIDTH, **options: Any) -> Any:
-    from matplotlib import pyplot
+def plot(records: list[Record], folder: Path) -> list[Path]:
+    """Draw what the latest records of one setting allow into ``folder``; return the files made."""
+    made = []
+    for name, task, picture in (
+        ("quality_vs_bytes.png", "quality", frontier),
+        ("step_time_vs_context.png", "speed", step_time),
+        ("streaming_perplexity.png", "streaming", streaming),
+    ):
+        chosen = one_setting(records, task)
+        if chosen:
+            figure = picture(chosen, _colours(record["spec"] for record in chosen))
+            settings = chosen[-1]["settings"]
+            figure.suptitle(f"{chosen[-1]['model']}, {settings['dtype']}, {settings['device']}", fontsize=10)
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / name, dpi=120)
+            made.append(folder / name)
+    return made
 
-    with pyplot.rc_context({"font.size": 10}):
-        return pyplot.subplots(figsize=(width, height), layout="constrained", **options)
+
+def _colours(specs: Iterable[str]) -> dict[str, Any]:
+    try:
+        from matplotlib import colormaps
+    except ImportError as error:
+        raise ValueError("plots need the package matplotlib, which is not installed; pip install matplotlib") from error
+    palette = colormaps["tab20"]  # ten strong colours at even places, their pale twins at odd ones
+    return {spec: palette((2 * i) % 20 + (2 * i) // 20 % 2) for i, spec in enumerate(dict.fromkeys(specs))}
+
+
+def _figure(height: float = 3.9, width: float = WIDTH, **options: Any) -> Any:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 10}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots(**options)
 
 
 def on_frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -69,6 +69,17 @@ def latest(records: list[Record]) -> list[Record]:
     return list({identity(record): record for record in records}.values())
 
 
+def one_setting(records: list[Record], task: str) -> list[Record]:
+    """The latest records of a task that can share a picture: model and settings are the last one's."""
+
+    def shared(record: Record) -> tuple[str, dict[str, Any]]:
+        free = ("attn", "context")  # these may differ within one picture
+        return record["model"], {k: v for k, v in record["settings"].items() if k not in free}
+
+    mine = [record for record in latest(records) if record["task"] == task]
+    return [record for record in mine if shared(record) == shared(mine[-1])]
+
+
 def versions() -> dict[str, str]:
     """Of everything that could change a number."""
     try:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from eval import contenders, models, proofs, quality, records, scoring
-from eval.plots import plot
+from eval.charts import plot
 
 TASK = "streaming"
 FRESH = "fresh"

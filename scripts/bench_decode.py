@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from eval import contenders, models, quality, records, speed
-from eval.plots import plot
+from eval.charts import plot
 
 TASK = "decode"
 SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "full", "int8", "fp8"]

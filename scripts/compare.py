@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from eval import contenders, models, prefill, proofs, quality, records, speed
-from eval.plots import one_setting, plot
+from eval.charts import plot
+from eval.records import one_setting
 
 SPECS = ["dynamic", "stock:fp8", "stock:hqq8", "stock:quanto4", *quality.SPECS, "int4", "snapkv(budget=256)"]
 PROMPTS = 3  # timed prompts of each cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from eval import contenders, models, plots, prefill, proofs, quality, records, scoring, speed
+from eval import charts, contenders, models, prefill, proofs, quality, records, scoring, speed
 from eval.__main__ import main
 from eval.memory import PeakBytes
 
@@ -401,7 +401,7 @@ def test_plots_come_from_records_alone(cli, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "q.jsonl"
     cli("--specs", "dynamic", "int8", "--out", out)
-    made = plots.plot(records.read(out), tmp_path / "plots")
+    made = charts.plot(records.read(out), tmp_path / "plots")
     assert [path.name for path in made] == ["quality_vs_bytes.png"]
     assert made[0].read_bytes().startswith(b"\x89PNG")
 
@@ -410,7 +410,7 @@ def test_a_picture_mixes_no_settings(cli, tmp_path):
     out = tmp_path / "q.jsonl"
     cli("--specs", "dynamic", "int8", "--out", out)
     cli("--specs", "dynamic", "--seed", "1", "--out", out)
-    assert [record["settings"]["seed"] for record in plots.one_setting(records.read(out), quality.TASK)] == [1]
+    assert [record["settings"]["seed"] for record in records.one_setting(records.read(out), quality.TASK)] == [1]
 
 
 def test_policies_are_listed_by_kl_beside_random_and_losers_are_called_so():

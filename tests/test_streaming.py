@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import build, llama_config, prompt
 
-from eval import models, plots, records, streaming
+from eval import models, records, streaming
 from eval.__main__ import main
 
 
@@ -184,7 +184,7 @@ def test_the_picture_comes_from_the_records(cli, tmp_path, capsys):
     cli("--specs", "sink(2,6)", "--out", out)
     assert "drew" in capsys.readouterr().out
     assert (tmp_path / "streaming_perplexity.png").read_bytes().startswith(b"\x89PNG")
-    assert [r["spec"] for r in plots.one_setting(records.read(out), "streaming")] == ["fresh", "full", "sink(2,6)"]
+    assert [r["spec"] for r in records.one_setting(records.read(out), "streaming")] == ["fresh", "full", "sink(2,6)"]
 
 
 def test_without_matplotlib_the_table_is_still_there(cli, tmp_path, monkeypatch, capsys):
