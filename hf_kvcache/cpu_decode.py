@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention import Part
 from .codecs import NEVER, Codec, PerToken, fit, rotation, turn_in
+from .part import Part
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 EIGHT_BITS = {"int8": 3, "fp8_e4m3": 4, "fp8_e5m2": 5}

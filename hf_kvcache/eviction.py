@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
-from .attention import NAME, History, Part, Stored, full_precision
+from .attention import NAME, full_precision
 from .codecs import CODECS
 from .far_slots import FarSlots
 from .layers import Held, KVLayer, refuse_positive
 from .masked import ASK_FOR_OURS, PADDED
+from .part import Part
 from .placement import Home
 from .plan import NOWHERE, Fed, Mask, Visible, causal
 from .policies import Pool
@@ -44,6 +45,7 @@ from .retention import Importance
 from .rope import Rope
 from .slots import Ragged, Slots, add_bytes, by_number, choose, slots_used, take_part
 from .spec import Storage
+from .view import History, Stored
 
 INF = float("inf")
 KEYS_ONLY = "use 'knorm', 'keydiff' or 'random'"

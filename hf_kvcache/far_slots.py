@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from .attention import Part
 from .codecs import Codec
+from .part import Part, narrow
 from .placement import Home, Tiers
 from .slots import Slots, add_bytes
-from .store import narrow
 from .tiers import HostRows, Layout
 
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import compat
+from .part import repeat_rows
 from .plan import FEW, LEAF, Segment
-from .store import repeat_rows
 
 BLOCK = 1 << 21  # values that are decoded at a time, and at most half of a part of more than LONG tokens
 LONG = 1024

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from . import compat, cpu_decode
-from .attention import NAME, History, Moved, Part, Stored, full_precision, has_triton
+from .attention import NAME, full_precision, has_triton
 from .codecs import CODECS, Codec
 from .masked import ASK_FOR_OURS, MASKABLE, PADDED
+from .part import Part, concat
 from .placement import Home
 from .plan import FOREVER, Visible
 from .retention import Retention
 from .rope import find_rope
 from .spec import Storage
-from .store import Slab, concat, slot_tokens, twin
+from .store import Slab, slot_tokens, twin
+from .view import History, Moved, Stored
 
 
 class Run:

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from .attention import NAME, History, Moved, Part, Stored, full_precision
+from .attention import NAME, full_precision
 from .codecs import CODECS
 from .layers import KVLayer, Run, join
 from .masked import ASK_FOR_OURS, PADDED
+from .part import Part, map_state
 from .plan import NOWHERE, Fed, Visible, look
 from .slots import by_number
-from .store import map_state
+from .view import History, Moved, Stored
 
 
 class Chunk:

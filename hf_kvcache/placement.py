@@ -32,7 +32,8 @@ import torch
 
 from .codecs import State
 from .disk import Folder, LayerFile
-from .store import Kept, Slab, map_state, narrow
+from .part import map_state, narrow
+from .store import Kept, Slab
 from .tiers import DiskRows, HostRows, Layout, Rows, lay
 from .transfer import CudaLane, HostMemory, Lane, ReadAhead, Ticket
 

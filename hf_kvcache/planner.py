@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from . import spec as specs
-from .attention import BLOCK
 from .caches import KVCache
 from .codecs import Codec
 from .layers import Held, KVLayer
+from .reference import BLOCK
 from .shapes import LayerShapes, Outline, outline
 
 HEADROOM = 0.2  # share of the device that stays free

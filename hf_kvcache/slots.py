@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from .attention import Part
 from .codecs import Codec
-from .store import map_state, narrow
+from .part import Part, map_state, narrow
 
 
 def take(state: Any, index: torch.Tensor) -> Any:

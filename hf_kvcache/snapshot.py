@@ -44,8 +44,9 @@ from . import spec as specs
 from .eviction import EvictionLayer
 from .layers import KVLayer, Run
 from .padded import PaddedLayer, count_by_row
+from .part import map_state
 from .regime import Rotated
-from .store import Slab, map_state
+from .store import Slab
 
 FORMAT, VERSION = "hf_kvcache snapshot", "4"
 LARGEST_HEADER = 100 << 20

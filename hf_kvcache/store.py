@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from .codecs import State
+from .part import concat, map_state, narrow, repeat_rows
 
 # The first growth of slab number i comes this many rows earlier than that of slab 0, so that the layers of a model do
 # not all copy in the same decode step.
@@ -53,26 +54,6 @@ def twin(thing: T) -> T:
     new = object.__new__(type(thing))
     new.__dict__.update(thing.__dict__)
     return new
-
-
-def map_state(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``fn`` over every tensor of a state, keeping its type."""
-    return type(state)(*(fn(t) for t in state))
-
-
-def narrow(state: Any, start: int, stop: int) -> Any:
-    """Tokens ``start:stop`` of a state, as views."""
-    return map_state(state, lambda t: t[:, :, start:stop])
-
-
-def concat(states: list[Any]) -> Any:
-    """States of one codec joined along the tokens."""
-    return type(states[0])(*(torch.cat(parts, dim=2) for parts in zip(*states, strict=True)))
-
-
-def repeat_rows(t: torch.Tensor, batch: int) -> torch.Tensor:
-    """[b, ...] -> [batch, ...], each row ``batch / b`` times next to each other; ``t`` itself where it has them all."""
-    return t if t.shape[0] == batch else t.repeat_interleave(batch // t.shape[0], 0)
 
 
 def pick_rows(state: Any, rows: torch.Tensor, batch: int) -> Any:

@@ -74,9 +74,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import Part
 from .codecs import ALWAYS, NEVER, Codec, PerToken, Plain, Scaled, fit, turn, turn_in
 from .lowbit import GroupedCodec
+from .part import Part
 
 FORMATS = ("full", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2")  # codecs that the kernels know, by name
 FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

@@ -102,7 +102,7 @@ def device_seconds(fns: list[Callable[[], Any]], device: torch.device) -> float:
 
 def make_part(key: Any, value: Any, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> Any:
     """Random keys and values as two codecs store them; rows differ in size by a factor of 30."""
-    from hf_kvcache.attention import Part
+    from hf_kvcache.part import Part
 
     def states() -> torch.Tensor:
         sizes = torch.rand(*shape[:3], 1, device=device) * 3 + 0.1
@@ -152,7 +152,7 @@ def check_kernels(
 def compare(query: torch.Tensor, parts: list[Any], mask: torch.Tensor | None) -> Row:
     """The kernel's largest error, and twice that of plain torch on decoded states of the query's dtype; the largest in
     the attention that each key got."""
-    from hf_kvcache.attention import attend_reference, attend_torch
+    from hf_kvcache.reference import attend_reference, attend_torch
     from hf_kvcache.triton_decode import attend_triton
 
     dtype, scaling = query.dtype, query.shape[-1] ** -0.5
@@ -174,8 +174,8 @@ def compare(query: torch.Tensor, parts: list[Any], mask: torch.Tensor | None) ->
 
 def check_large(device: torch.device, dtype: torch.dtype) -> list[Row]:
     """More than 2**31 keys: the last row and head of a batch, whose offsets do not fit into 32 bits."""
-    from hf_kvcache.attention import Part, attend_reference
-    from hf_kvcache.store import map_state
+    from hf_kvcache.part import Part, map_state
+    from hf_kvcache.reference import attend_reference
     from hf_kvcache.triton_decode import attend_triton
 
     batch, heads, tokens, width = 3, 8, 1 << 20, 128

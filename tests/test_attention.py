@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import hf_kvcache
-from hf_kvcache import KVCache, attention
-from hf_kvcache.attention import Part, Stored, attend_reference, attend_torch
+from hf_kvcache import KVCache, reference
 from hf_kvcache.codecs import CODECS
+from hf_kvcache.part import Part
+from hf_kvcache.reference import attend_reference, attend_torch
 from hf_kvcache.store import Slab
+from hf_kvcache.view import Stored
 
 every_codec = pytest.mark.parametrize("name", list(CODECS))
 
@@ -178,8 +180,8 @@ def test_small_workspaces(monkeypatch, name, block, rows, masked):
     query = query_for(parts, 3, 5)
     mask = (torch.rand(2, 6, 5, 133) > 0.5) if masked else None
     whole = compare(query, parts, mask=mask, softcap=20.0, s_aux=torch.ones(6))
-    monkeypatch.setattr(attention, "BLOCK", block)
-    monkeypatch.setattr(attention, "ROWS", rows)
+    monkeypatch.setattr(reference, "BLOCK", block)
+    monkeypatch.setattr(reference, "ROWS", rows)
     torch.testing.assert_close(
         compare(query, parts, mask=mask, softcap=20.0, s_aux=torch.ones(6)), whole, atol=1e-5, rtol=1e-5
     )
@@ -377,7 +379,7 @@ def test_b100_no_float_copy_of_the_history_during_decode(spec, dtype):
 def test_workspace_of_a_chunk_is_bounded(spec, monkeypatch):
     """Sixty-four queries over 5,000 tokens: scores in slices, codes in blocks."""
     n, heads, head = 5000, 2, 32
-    monkeypatch.setattr(attention, "ROWS", 1 << 18)
+    monkeypatch.setattr(reference, "ROWS", 1 << 18)
     config = llama_config(1, hidden_size=128, head_dim=head)
     model = build(config, "kvcache")
     cache = KVCache.from_states(config, [states(n, 1, heads, head)], spec)

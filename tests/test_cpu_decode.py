@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from models import build, feed, llama_config, prompt, ragged, states
 
 import hf_kvcache
-from hf_kvcache import KVCache, attention, cpu_build, cpu_decode
-from hf_kvcache.attention import Part, attend, attend_reference, attend_torch
+from hf_kvcache import KVCache, cpu_build, cpu_decode, reference
+from hf_kvcache.attention import attend
 from hf_kvcache.codecs import ALWAYS, CODECS, Plain, find_codec
 from hf_kvcache.lowbit import GroupedCodec
-from hf_kvcache.store import map_state, narrow
+from hf_kvcache.part import Part, map_state, narrow
+from hf_kvcache.reference import attend_reference, attend_torch
 
 BUILT = cpu_decode.load()
 LEVELS = cpu_decode.levels(BUILT.path) if BUILT else {}
@@ -309,11 +310,11 @@ def test_scores_are_kept_within_bounds(monkeypatch):
     calls = counted(monkeypatch, "try_attend")
     mass, want = torch.zeros(2, 1, 2, 70)
     attend_torch(query, parts, 0.2, mass=want)
-    monkeypatch.setattr(attention, "ROWS", 6 * 4 * 70 - 1)
+    monkeypatch.setattr(reference, "ROWS", 6 * 4 * 70 - 1)
     attend(query, parts, 0.2, mass=mass)
     assert not calls and (mass - want).abs().max() < 1e-5
     attend(query[:, :, :1], parts, 0.2, mass=mass)
-    monkeypatch.setattr(attention, "ROWS", 6 * 4 * 70)
+    monkeypatch.setattr(reference, "ROWS", 6 * 4 * 70)
     attend(query, parts, 0.2, mass=mass)
     assert calls == [1, 1]
 

@@ -18,10 +18,10 @@ from transformers import AutoConfig, DynamicCache, GPT2Config
 from hf_kvcache import EvictionCache, KVCache, SinkWindowCache, compat, policies
 from hf_kvcache.attention import kvcache_attention
 from hf_kvcache.eviction import EvictionLayer, Ragged
+from hf_kvcache.part import concat
 from hf_kvcache.policies import POLICIES, Pool
 from hf_kvcache.retention import Importance
 from hf_kvcache.spec import storage
-from hf_kvcache.store import concat
 
 OPTIONS = {"snapkv": "window=4,kernel=3", "expected": "future=16"}
 POLICY = list(POLICIES)

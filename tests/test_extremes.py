@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from models import llama_config
 
 from hf_kvcache import KVCache, cpu_decode
-from hf_kvcache.attention import Part, attend, attend_reference, attend_torch
+from hf_kvcache.attention import attend
 from hf_kvcache.codecs import ALWAYS, CODECS, FARTHEST, NEVER, find_codec, rotation
 from hf_kvcache.lowbit import GroupedCodec
+from hf_kvcache.part import Part
+from hf_kvcache.reference import attend_reference, attend_torch
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 GROUP = 8

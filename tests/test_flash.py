@@ -8,9 +8,10 @@ from test_plan import random_rules
 
 from hf_kvcache import compat, flash
 from hf_kvcache import spec as specs
-from hf_kvcache.attention import Part, attend_reference
 from hf_kvcache.flash import attend_masked, attend_segments, partial, partial_reference
+from hf_kvcache.part import Part
 from hf_kvcache.plan import causal, segments
+from hf_kvcache.reference import attend_reference
 
 
 def part(storage: str, tokens: int, heads: int, widths: tuple[int, int], batch: int, seed: int) -> Part:

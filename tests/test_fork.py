@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from models import build, feed, greedy, llama, llama_config, prompt, states
 
 from hf_kvcache import KVCache, store
-from hf_kvcache.attention import Part, attend_reference, attend_torch
+from hf_kvcache.part import Part, map_state
+from hf_kvcache.reference import attend_reference, attend_torch
 from hf_kvcache.spec import storage
 from hf_kvcache.store import Slab
 
@@ -133,7 +134,7 @@ def test_pieces_stay_few(runs):
     slab = Slab()
     one = storage("full").key_codec.encode(torch.zeros(1, 1, 1, 1))
     for count in runs:
-        slab.append(store.map_state(one, lambda t, n=count: t.expand(1, 1, n, 1)))
+        slab.append(map_state(one, lambda t, n=count: t.expand(1, 1, n, 1)))
         slab.fork()
     lengths = [piece[0].shape[2] for piece in slab.frozen]
     assert sum(lengths) == sum(runs) == len(slab)

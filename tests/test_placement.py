@@ -25,10 +25,10 @@ from test_caches import memory_total, padded, qwen3_next_config, reachable_bytes
 from transformers import DynamicCache
 
 from hf_kvcache import KVCache, OffloadedCache, disk, placement, transfer
-from hf_kvcache.attention import Stored
+from hf_kvcache.part import repeat_rows
 from hf_kvcache.placement import FarSlab
-from hf_kvcache.store import repeat_rows
 from hf_kvcache.tiers import HostRows, Layout
+from hf_kvcache.view import Stored
 
 LOW = "(group=4,residual=8,sinks=2)"
 STORAGES = ["full", "int8", "fp8", f"int4{LOW}", f"int2{LOW}", f"k4v2{LOW}", f"k8v4{LOW}"]

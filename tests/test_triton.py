@@ -20,12 +20,16 @@ if DEVICE == "cpu" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
 from hf_kvcache import KVCache, triton_decode  # noqa: E402
-from hf_kvcache.attention import Part, attend_reference, attend_torch  # noqa: E402
 from hf_kvcache.codecs import ALWAYS, CODECS, Codec, PerToken, Plain, Scaled, find_codec  # noqa: E402
 from hf_kvcache.layers import Run  # noqa: E402
 from hf_kvcache.lowbit import GroupedCodec  # noqa: E402
+from hf_kvcache.part import (  # noqa: E402
+    Part,  # noqa: E402
+    map_state,
+    narrow,
+)
+from hf_kvcache.reference import attend_reference, attend_torch  # noqa: E402
 from hf_kvcache.spec import storage  # noqa: E402
-from hf_kvcache.store import map_state, narrow  # noqa: E402
 
 SPARE = 37  # rows of a slab that hold garbage
 
