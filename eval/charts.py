@@ -132,9 +132,10 @@ def step_time(records: list[Record], colours: dict[str, Any]) -> Any:
     figure, axes = _figure()
     for spec in dict.fromkeys(record["spec"] for record in records):
         mine = sorted((r for r in records if r["spec"] == spec), key=lambda r: r["settings"]["context"])
+        style = "-^" if list(colours).index(spec) % 20 >= 10 else "-o"
         x = [r["settings"]["context"] for r in mine]
         low, y, high = ([r["metrics"][key] for r in mine] for key in ("step_ms_p10", "step_ms", "step_ms_p90"))
-        axes.plot(x, y, marker="o", label=spec, color=colours.get(spec))
+        axes.plot(x, y, style, label=spec, color=colours.get(spec))
         axes.fill_between(x, low, high, alpha=0.12, color=colours.get(spec))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of context")

@@ -118,7 +118,7 @@ def ranked(found: Findings) -> Table:
     """The caches, best first, over all tasks."""
     tasks = list(dict.fromkeys(answer.task for answer in found.answers))
     head = ["cache", "bytes", "verdict", "mean KL", "perplexity"] + [f"{task}, points" for task in tasks]
-    head += [f"first token of {found.prompt:,}"] if found.prompt else []
+    head += [f"prompt speed at {found.prompt:,}"] if found.prompt else []
     head += [f"speed at {found.context:,}"] if found.context else []
     head += ["retrieval"] if found.retrieval else []
     return head, [_ranked(row, tasks, found) for row in found.rows]
@@ -169,8 +169,8 @@ RULE = (
     f"No loss shown: mean KL at most {findings.KEPT_KL} nats a token, perplexity up by at most "
     f"{100 * findings.KEPT_PERPLEXITY:.0f} %, and no sign test below {findings.LEVEL} after adjustment for all "
     "comparisons. Ranked by bytes; caches that lack a measurement others have follow, then those with a loss, the "
-    "smallest loss first. First token (a prompt in one forward) and speed (a decode step) are the stock cache's time "
-    "over this one's."
+    "smallest loss first. Prompt speed (one forward, to the first token) and speed (a decode step) are the stock "
+    "cache's time over this one's."
 )
 
 

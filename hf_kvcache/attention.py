@@ -15,6 +15,7 @@ softmax:
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
@@ -38,6 +39,7 @@ SMALL = 16  # queries that the Triton kernels take at most
 HARMLESS = set("cache_position cu_seq_lens_k cu_seq_lens_q deterministic layer_idx max_length_k max_length_q".split())
 HARMLESS |= set("num_items_in_batch output_attentions output_hidden_states output_router_logits position_ids".split())
 HARMLESS |= set("return_dict seq_idx sliding_window use_cache".split())
+HARMLESS |= set("ignore_index shift_labels".split())  # of the loss
 KNOWN = {*HARMLESS, "position_bias"}
 
 
@@ -123,6 +125,13 @@ def _attend(
     ordered = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     special = softcap is not None or s_aux is not None
     if not isinstance(key, Stored) or not isinstance(value, Stored) or dropout:
+        made_for = getattr(key, "made_for", NAME)
+        if made_for != NAME:
+            warnings.warn(
+                f'attention "kvcache" gets decoded tensors: the config that the cache was made from says {made_for!r}. '
+                "Make it from the model's own config, KVCache.from_spec(model.config, ...)",
+                stacklevel=2,
+            )
         key, value = _plain(key, query.dtype), _plain(value, query.dtype)
         queries, tokens = query.shape[2], key.shape[2]
         if attention_mask is not None and not isinstance(key, MaskedStates) and 1 != attention_mask.shape[-1] != tokens:

@@ -26,7 +26,7 @@ from . import spec as specs
 from .attention import NAME
 from .eviction import EvictionLayer
 from .layers import KVLayer, WindowLayer, as_rows, position_ids, refuse_positive
-from .masked import FED_TWICE, MASKABLE, MaskedStates, View, undoes
+from .masked import FED_TWICE, MASKABLE, ROLL_BACK, MaskedStates, View, undoes
 from .placement import Offload, Offloader
 from .plan import causal
 from .progress import RESET, Progress, Undo
@@ -260,7 +260,10 @@ class KVCache(compat.Cache):
                 each.check_recording(new)
         last_positions, back = self._check_positions(positions, new)
         if back and compat.inside_generate():  # elsewhere they were given on purpose
-            raise ValueError(FED_TWICE.replace("rollback(1)", f"rollback({back})"))
+            exact = self.can_rollback(back)
+            raise ValueError(
+                FED_TWICE.replace(ROLL_BACK, f"call cache.rollback({back})" if exact else "call cache.reset()")
+            )
         if self._offloader is not None:
             self._offloader.begin(new)
         keys, values = self._update_layer(layer_idx, key_states, value_states, *args, **kwargs)
@@ -315,6 +318,9 @@ class KVCache(compat.Cache):
     def _guard(self, index: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """What attention refuses of the first layer of a kind leaves the cache as it was before this forward. What such
         a layer takes, all others of its kind take, so that there is nothing to undo any more beyond them."""
+        stock = self.config._attn_implementation
+        if stock != NAME and isinstance(keys, torch.Tensor) and not torch.compiler.is_compiling():
+            keys.made_for = stock
         if self._undo is not None:
             take_back = partial(self._take_back, self._undo)
             if isinstance(self.layers[index], WindowLayer) and self.config._attn_implementation == NAME:

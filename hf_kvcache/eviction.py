@@ -155,14 +155,20 @@ class EvictionLayer(KVLayer):
             return
         ours, model = compat.takes_attention(self.config), type(self.config).__name__.removesuffix("Config")
         stock = repr(attention) if ours else f"the attention of {model}"
+        ask = ASK_FOR_OURS
+        if ours and attention is None:
+            stock, ask = (
+                "a config without a model",
+                'make the cache from model.config, of a model that has "kvcache" set',
+            )
         if self.policy.needs != "keys":
             raise ValueError(
                 f"policy {self.retention.name!r} needs attention {self.policy.needs}, which {stock} does not hand "
-                f"over: {ASK_FOR_OURS if ours else KEYS_ONLY}"
+                f"over: {ask if ours else KEYS_ONLY}"
             )
         if self.retention.pyramid or self.retention.adaptive:
             which = "pyramid" if self.retention.pyramid else "adaptive"
-            out = ASK_FOR_OURS if ours else f"leave out {which}"
+            out = ask if ours else f"leave out {which}"
             raise ValueError(f"{which} budgets differ, and {stock} has one mask for all layers: {out}")
 
     def _catch_up(self) -> None:
@@ -213,7 +219,7 @@ class EvictionLayer(KVLayer):
         """Raise where this model does not hand its keys to attention as they are, and only that would do."""
         if self.read is not None:
             return
-        kept = "this model does not hand its keys to attention as they are"
+        kept = "this model does not hand its keys to attention as they are (or the cache is not made from model.config)"
         if self.policy.needs != "keys":
             needs = f"policy {self.retention.name!r} needs what attention computes"
             raise ValueError(f"layer {self.index}: {needs}, and {kept}: {KEYS_ONLY}")

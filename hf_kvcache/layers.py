@@ -777,7 +777,7 @@ class KVLayer(compat.CacheLayerMixin):
             raise ValueError(
                 f"crop({tokens_to_remove}): layer {self.index} holds only its last {len(self.tail)} tokens plain and "
                 f"has sealed those before; exact are up to {self.exact} tokens{whole}: fork() the cache before the "
-                "tokens that may be taken back, or use storage 'int8'"
+                "tokens that may be taken back, or use storage 'int8', as assisted decoding has to"
             )
 
     @property
@@ -831,8 +831,8 @@ class KVLayer(compat.CacheLayerMixin):
         longest = self.longest + new
         if self.record_past and self.kept_at(longest) < longest:
             raise ValueError(
-                f"layer {self.index} records the past, and {new} more tokens would evict others under "
-                f"{self.retention.spec!r}: crop() the cache first, use retention 'all', or reset() the cache"
+                f"layer {self.index} records the past, as assisted decoding asks, and {new} more tokens would evict "
+                f"others under {self.retention.spec!r}: use retention 'all', or fewer tokens (crop() or reset() before)"
             )
 
     @property

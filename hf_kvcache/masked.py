@@ -40,9 +40,10 @@ KEEPS_SCORES = set("mul __mul__ __rmul__ div __truediv__ true_divide add __add__
 HIDES = ("masked_fill", "masked_fill_")
 RESHAPES = ("view", "reshape", "unflatten")
 
+ROLL_BACK = "call cache.rollback(1)"
 FED_TWICE = (
     "the cache already holds these tokens, and the attention mask does not cover them again: "
-    "call cache.rollback(1) before generating from a prompt that is fully cached, or rewind() where it is shorter or "
+    f"{ROLL_BACK} before generating from a prompt that is fully cached, or rewind() where it is shorter or "
     "differs; with use_cache=False pass no cache"
 )
 HIDES_ALL = (  # a mask that ends too early looks like this, too

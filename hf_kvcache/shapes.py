@@ -71,7 +71,9 @@ def read_config(source: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(file)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+        looks_like_file = file.endswith(".json") or os.path.isabs(file)
+        missing = looks_like_file and not os.path.isfile(file)
+        reason = "there is no such file" if missing else str(error).strip().split("\n")[0]
         raise ValueError(f"model {path!r}: no config could be read ({reason})") from None
 
 

@@ -148,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{loaded.name}, {loaded.model.dtype}, {where}")
         print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
         measure_quality(args, loaded, text, specs)
+        print(f"now the times of {len(specs)} caches, in turns: some minutes", flush=True)
         measure_speed(args, loaded, text, specs)
         results = records.read(args.out)
         pictures = plot(results, args.out.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -392,6 +393,44 @@ def test_a_prompt_that_is_cached_already_is_told_how_many_to_take_back(shorter):
     assert torch.equal(greedy(model, asked, other, 4), expected)
 
 
+@pytest.mark.skipif(not compat.ASKS_FOR_STATES, reason="older transformers hand over no positions to count with")
+@pytest.mark.parametrize("spec", ["sink(2,6)", "knorm(budget=8,sinks=2,recent=4)"])
+def test_a_prompt_that_cannot_be_taken_back_is_told_to_reset(spec):
+    model, ids = llama("kvcache"), prompt(12)
+    cache = cache_for(model, spec)
+    feed(model, ids, cache)
+    with pytest.raises(ValueError, match=r"call cache.reset\(\) before"):
+        greedy(model, ids, cache, 4)
+    cache.reset()
+    assert torch.equal(greedy(model, ids, cache, 4), greedy(model, ids, cache_for(model, spec), 4))
+
+
+@pytest.mark.parametrize("loss", ["shift_labels", "num_items_in_batch", "ignore_index"])
+def test_what_a_loss_needs_is_handed_to_attention_too(loss):
+    ids = prompt(12)
+    more = {"shift_labels": ids.roll(-1, 1), "num_items_in_batch": 7, "ignore_index": int(ids[0, 3])}[loss]
+    found = []
+    for attention in ("sdpa", "kvcache"):
+        model = llama(attention)
+        with torch.no_grad():
+            found.append(model(ids, past_key_values=cache_for(model), labels=ids, **{loss: more}).loss)
+    same(*found)
+
+
+@pytest.mark.parametrize("spec", ["full", "int8", "int4(residual=4)", "sink(2,6)"])
+def test_a_config_that_is_not_the_models_own_is_told(spec):
+    """Right, but from decoded tensors: at the stock cache's speed."""
+    model, ids, more = llama("kvcache"), prompt(12), prompt(1, seed=2)
+    cache, own = KVCache.from_spec(llama_config(), spec), cache_for(model, spec)
+    with pytest.warns(UserWarning, match=r"the config that the cache was made from says None.*model\.config"):
+        got = feed(model, ids, cache), feed(model, more, cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        same(got[1], (feed(model, ids, own), feed(model, more, own))[1], 1e-4)
+        feed(model, ids, DynamicCache(config=model.config))
+        feed(llama(), ids, cache_for(llama(), spec))
+
+
 @pytest.mark.parametrize("spec", ["sink(2,6)", "int8+sink(2,6)", "knorm(budget=8,sinks=2,recent=4)"])
 def test_recording_the_past_is_refused_where_tokens_are_gone_or_would_go(spec):
     model, ids = llama(), prompt(20)
@@ -400,7 +439,7 @@ def test_recording_the_past_is_refused_where_tokens_are_gone_or_would_go(spec):
     cache.activate_past_recording()
     expected = cache.fork()
     feed(model, ids[:, 5:8], cache)
-    with pytest.raises(ValueError, match="layer 0 records the past, and 4 more tokens would evict"):
+    with pytest.raises(ValueError, match="as assisted decoding asks, and 4 more tokens would evict"):
         feed(model, ids[:, 8:12], cache)
     assert [layer.get_seq_length() for layer in cache.layers] == [8, 8]
     cache.crop(-3)

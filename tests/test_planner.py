@@ -442,7 +442,7 @@ def test_blocks_that_cannot_be_skipped_all_run(monkeypatch):
         (dict(config_or_name={"model_type": "nothing"}), "model_type='nothing'"),
         (dict(config_or_name={}), "model_type=''"),
         (dict(config_or_name=7), "model 7"),
-        (dict(config_or_name="/no/such/file.json"), "no config could be read"),
+        (dict(config_or_name="/no/such/file.json"), "no config could be read (there is no such file"),
         (dict(config_or_name={"model_type": "t5"}), "encoder-decoder"),
         (dict(config_or_name={"model_type": "clip"}), "cannot be run on the meta device"),
         (dict(config_or_name=dict(model_type="rwkv", hidden_size=32, num_hidden_layers=2)), "hands nothing"),

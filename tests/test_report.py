@@ -220,7 +220,7 @@ def test_names_are_escaped_and_numbers_are_shown(made):
         "-2.5",
         "2.0e-04",
         "1.25x",
-        "first token of 2,048",
+        "prompt speed at 2,048",
         "0.62x",
     ):
         assert told in text and told in twin
