@@ -320,7 +320,7 @@ class KVCache(compat.Cache):
         a layer takes, all others of its kind take, so that there is nothing to undo any more beyond them."""
         stock = self.config._attn_implementation
         if stock != NAME and isinstance(keys, torch.Tensor) and not torch.compiler.is_compiling():
-            keys.made_for = stock
+            keys.made_for = stock  # type: ignore[attr-defined]
         if self._undo is not None:
             take_back = partial(self._take_back, self._undo)
             if isinstance(self.layers[index], WindowLayer) and self.config._attn_implementation == NAME:
