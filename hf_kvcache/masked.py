@@ -215,6 +215,9 @@ class MaskedStates(torch.Tensor):
         attends = func is F.scaled_dot_product_attention
         if attends:
             masks = [mask for mask in (*args[3:4], kwargs.get("attn_mask")) if mask is not None]
+            slots = self.carried.visible.number.shape[-1]
+            if args[1].shape[-2] > slots:  # an encoder's keys follow (T5Gemma 2), and their columns
+                masks = [mask[..., :slots] for mask in masks]
         if attends or (self.kind == "glance" and name in KEEPS_SCORES):
             for mask in masks:
                 self.carried.look(mask)

@@ -165,6 +165,7 @@ WERE_WRONG = {  # and what was
     "canary": ("knorm(budget=8,sinks=2,recent=3)",),
     "mllama": ("full", "sink(2,6)"),
     "deepseek_v3": ("knorm(budget=8,sinks=2,recent=3)",),
+    "t5gemma2": ("full", "knorm(budget=8,sinks=2,recent=3)"),
 }
 
 

@@ -18,7 +18,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -551,7 +551,7 @@ class Family:
         if self.kind in DECODERS_ALONE:
             self.whole = CONFIG_MAPPING[self.kind]()
             self.whole.text_config = self.config
-        self.stock = self.config._attn_implementation
+        self.stock = self.attends = self.config._attn_implementation
         self.encodes = bool(self.config.is_encoder_decoder)
         self.ids = prompt(TOKENS, 2, 90, seed=seed).clamp_min(5)
         self.text = text_of(self.config)
@@ -581,11 +581,14 @@ class Family:
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
         """Run with this attention ("stock", "kvcache" or another name)."""
+        before = self.attends
         try:
-            self.model.set_attn_implementation(self.stock if name == "stock" else name)
+            self.attends = self.stock if name == "stock" else name
+            self.model.set_attn_implementation(self.attends)
             yield
         finally:
-            self.model.set_attn_implementation(self.stock)
+            self.attends = before
+            self.model.set_attn_implementation(before)
 
     @property
     def takes_ours(self) -> bool:
@@ -631,13 +634,20 @@ class Family:
 
     def agrees(self, schedule: str) -> bool:
         """Whether the stock cache gives the same for this way of feeding as one by one."""
-        gap, size = (self.plain(schedule) - self.plain("steps")).abs().max(), self.plain("steps").abs().max()
-        return bool(gap <= 1e-3 * max(1.0, size / 10))
+        return self._apart(self.plain(schedule)) is not None
 
+    def _apart(self, other: torch.Tensor) -> float | None:
+        """How far from one by one; ``None`` where that is more than rounding."""
+        gap, size = (other - self.plain("steps")).abs().max().item(), self.plain("steps").abs().max().item()
+        return gap if gap <= 1e-3 * max(1.0, size / 10) else None
+
+    @functools.cache  # noqa: B019
     def noise(self) -> float:
-        """What rounding of floats makes of another order of the same sums."""
-        gaps = [(self.plain(s) - self.plain("steps")).abs().max().item() for s in ("once", "chunks") if self.agrees(s)]
-        return max(gaps, default=0.0)
+        """What rounding of floats makes of another order of the same sums: in other pieces, or by eager attention."""
+        others = [self.plain("once"), self.plain("chunks")]
+        with suppress(ValueError), self.attention("eager"):
+            others.append(self.feed(DynamicCache(config=self.text), "once"))
+        return max((gap for gap in map(self._apart, others) if gap is not None), default=0.0)
 
     @functools.cache  # noqa: B019
     def rounded(self, spec: str) -> torch.Tensor:
