@@ -16,6 +16,7 @@ from eval.records import Record, one_setting
 
 FLOOR = 1e-8  # a KL divergence below this is rounding; a logarithm needs something
 WIDTH = 5.2  # inches
+STYLES = ("-o", "-^", "--s", "--D", ":v")
 
 
 def draw(found: Findings) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def step_time(records: list[Record], colours: dict[str, Any]) -> Any:
     figure, axes = _figure()
     for spec in dict.fromkeys(record["spec"] for record in records):
         mine = sorted((r for r in records if r["spec"] == spec), key=lambda r: r["settings"]["context"])
-        style = "-^" if list(colours).index(spec) % 20 >= 10 else "-o"
+        style = STYLES[list(colours).index(spec) // 10 % len(STYLES)]  # colours come again
         x = [r["settings"]["context"] for r in mine]
         low, y, high = ([r["metrics"][key] for r in mine] for key in ("step_ms_p10", "step_ms", "step_ms_p90"))
         axes.plot(x, y, style, label=spec, color=colours.get(spec))

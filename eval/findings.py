@@ -26,7 +26,7 @@ LEVEL, KEPT_KL, KEPT_PERPLEXITY = 0.05, 0.01, 0.01
 FREE = {
     "quality": ("attn",),
     "speed": ("attn", "context"),
-    "prefill": ("attn", "scene", "rounds"),
+    "prefill": ("attn", "scene", "rounds", "tokens"),
     "retrieval": ("attn", "length", "depth", "items"),
     "streaming": ("attn", "context"),
 }
@@ -72,7 +72,9 @@ class Row(NamedTuple):
     perplexity_change: float | None
     answers: list[Answer]
     speed: float | None  # step time of the stock cache over this one's, at the longest context
-    first: float | None  # time to the first token of the stock cache over this one's, of the longest prompt
+    first: (
+        float | None
+    )  # time to the first token of the stock cache over this one's, of the prompt that most caches were fed
     retrieval: float | None
     complete: bool  # whether it was measured in every way that others were
 
@@ -132,7 +134,8 @@ def find(records: Iterable[Record], model: str | None = None) -> Findings:
     ]
     answers = compare(asked)
     context = max((record["settings"]["context"] for record in chosen["speed"]), default=None)
-    prompt = max((tokens for record in chosen["prefill"] if (tokens := prompt_of(record))), default=None)
+    prompts = Counter(tokens for record in chosen["prefill"] if (tokens := prompt_of(record)))
+    prompt = max(prompts, key=lambda tokens: (prompts[tokens], tokens), default=None)
     used = [record for group in chosen.values() for record in group] + asked
     first = {r["spec"]: 1 / r["metrics"]["ratio"] for r in chosen["prefill"] if prompt and prompt_of(r) == prompt}
     rows = rank(chosen["quality"], chosen["speed"], chosen["retrieval"], answers, context, first)
