@@ -72,9 +72,7 @@ class Row(NamedTuple):
     perplexity_change: float | None
     answers: list[Answer]
     speed: float | None  # step time of the stock cache over this one's, at the longest context
-    first: (
-        float | None
-    )  # time to the first token of the stock cache over this one's, of the prompt that most caches were fed
+    first: float | None  # time to the first token, likewise, of the prompt that most caches were fed
     retrieval: float | None
     complete: bool  # whether it was measured in every way that others were
 

@@ -318,12 +318,12 @@ class KVCache(compat.Cache):
     def _guard(self, index: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """What attention refuses of the first layer of a kind leaves the cache as it was before this forward. What such
         a layer takes, all others of its kind take, so that there is nothing to undo any more beyond them."""
-        stock = self.config._attn_implementation
-        if stock != NAME and isinstance(keys, torch.Tensor) and not torch.compiler.is_compiling():
-            keys.made_for = stock  # type: ignore[attr-defined]
+        attention = self.config._attn_implementation
+        if attention != NAME and isinstance(keys, torch.Tensor) and not torch.compiler.is_compiling():
+            keys.made_for = attention  # type: ignore[attr-defined]
         if self._undo is not None:
             take_back = partial(self._take_back, self._undo)
-            if isinstance(self.layers[index], WindowLayer) and self.config._attn_implementation == NAME:
+            if isinstance(self.layers[index], WindowLayer) and attention == NAME:
                 keys.undo = take_back
             for states in (keys, values):
                 undoes(states, take_back)

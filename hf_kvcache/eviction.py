@@ -157,10 +157,8 @@ class EvictionLayer(KVLayer):
         stock = repr(attention) if ours else f"the attention of {model}"
         ask = ASK_FOR_OURS
         if ours and attention is None:
-            stock, ask = (
-                "a config without a model",
-                'make the cache from model.config, of a model that has "kvcache" set',
-            )
+            stock = "a config without a model"
+            ask = 'make the cache from model.config, of a model that has "kvcache" set'
         if self.policy.needs != "keys":
             raise ValueError(
                 f"policy {self.retention.name!r} needs attention {self.policy.needs}, which {stock} does not hand "
